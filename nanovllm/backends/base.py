@@ -1,0 +1,70 @@
+"""The interface between the attention layers and whatever computes attention over the paged KV cache.
+
+`ModelRunner` picks one backend for prefill and one for decode at start (`select_backends`); every `Attention` layer then
+calls them with the metadata of the step. Keys and values have been stored in the cache before either method is called.
+
+Shapes. T: tokens computed in the step; B: sequences; W: block-table width; Hq, Hkv: query and KV heads of this rank
+(Hq a multiple of Hkv); D: head_dim; bs: block size. Token j of a sequence lives in the cache at block
+`block_tables[row, j // bs]`, offset `j % bs`.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from nanovllm.utils.context import Context
+
+
+class AttentionBackend(ABC):
+    """Causal attention over a paged cache. Stateless: everything about a step is in its `Context`."""
+
+    name: ClassVar[str]
+    # Whether decode never waits for the device and takes its launch shape from `context.max_context_len` alone.
+    supports_cuda_graph: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def unavailable_reason(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+    ) -> str | None:
+        """None when this backend can run such a model on this device, else one clause that says why it cannot."""
+
+    @abstractmethod
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor | None,
+        v_cache: torch.Tensor | None,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of several query tokens per sequence, causal and aligned to the end of the keys.
+
+        q [T, Hq, D]; k, v [T, Hkv, D], all three possibly strided views of one packed tensor; caches
+        [blocks, bs, Hkv, D]. Returns [T, Hq, D], contiguous. Without `context.block_tables` the keys are exactly k and
+        v and the caches are not touched (they may be None); with it, all keys are read from the cache.
+        """
+
+    @abstractmethod
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of one query token per sequence over the `context.context_lens` tokens that it has in the cache.
+
+        q [B, Hq, D]; caches [blocks, bs, Hkv, D]. Returns [B, Hq, D], contiguous; a row of length 0 (padding of a CUDA
+        graph) comes back as zeros. What the cache holds past a length never reaches the result, not even as a NaN.
+        """

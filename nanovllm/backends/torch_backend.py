@@ -1,0 +1,107 @@
+"""The reference backend: plain PyTorch, any device, any dtype. The other backends are tested against this one.
+
+It gathers the keys and values of a sequence out of the paged cache and calls `scaled_dot_product_attention` (SDPA).
+Prefill goes sequence by sequence; decode is one masked batch. Shapes as in `nanovllm.backends.base`.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.backends.base import AttentionBackend
+from nanovllm.utils.context import Context
+
+
+class TorchBackend(AttentionBackend):
+    """SDPA over gathered keys and values."""
+
+    name = "torch"
+    supports_cuda_graph = False  # the gathered copy is as long as the longest sequence of the step
+
+    @classmethod
+    def unavailable_reason(
+        cls,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+    ) -> str | None:
+        return None if block_size % 16 == 0 else f"kvcache_block_size={block_size} is not a multiple of 16"
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor | None,
+        v_cache: torch.Tensor | None,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        start = 0
+        for row, (q_len, k_len) in enumerate(zip(context.query_lens, context.key_lens, strict=True)):
+            tokens = slice(start, start + q_len)
+            start += q_len
+            if context.block_tables is None:
+                keys, values = k[tokens], v[tokens]
+            else:
+                keys = _gather_sequence(k_cache, context.block_tables[row], k_len)
+                values = _gather_sequence(v_cache, context.block_tables[row], k_len)
+            out[tokens] = _causal_attention(q[tokens], keys, values, scale)
+        return out
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        batch, num_heads, head_dim = q.shape
+        block_size, num_kv_heads = k_cache.shape[1:3]
+        max_len = min(context.max_context_len, context.block_tables.shape[1] * block_size)
+        lens = context.context_lens[:, None]
+        positions = torch.arange(max_len, device=q.device)
+        is_key = positions < lens  # [B, max_len]
+
+        # Past its length a row reads its own first token again: always valid where a length is not 0, so that nothing
+        # else of the cache is touched and no NaN needs to be masked out of the values.
+        blocks = context.block_tables.long()[:, positions // block_size]
+        slots = blocks * block_size + positions % block_size
+        slots = torch.where(is_key, slots, torch.where(lens > 0, slots[:, :1], 0)).flatten()
+        keys = k_cache.flatten(2).flatten(0, 1).index_select(0, slots).view(batch, max_len, num_kv_heads, head_dim)
+        values = v_cache.flatten(2).flatten(0, 1).index_select(0, slots).view(batch, max_len, num_kv_heads, head_dim)
+
+        # The query heads of one KV head stand where SDPA expects the query tokens, so that no key is repeated.
+        grouped = q.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
+        out = F.scaled_dot_product_attention(
+            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=is_key[:, None, None], scale=scale
+        ).reshape(batch, num_heads, head_dim)
+        return torch.where(lens[:, :, None] > 0, out, 0)
+
+
+def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` tokens of one sequence, [length, Hkv, D], out of cache [blocks, bs, Hkv, D]."""
+    num_blocks = -(-length // cache.shape[1])
+    return cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:length]
+
+
+def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """One sequence: q [q_len, Hq, D], k and v [k_len, Hkv, D]; the last query sees all keys. Returns [q_len, Hq, D]."""
+    q_len, k_len = q.shape[0], k.shape[0]
+    group = q.shape[1] // k.shape[1]
+    mask = None
+    if q_len != k_len:  # SDPA's is_causal would align the diagonal to the first key, not to the last
+        mask = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.repeat_interleave(group, dim=1).transpose(0, 1)[None],
+        v.repeat_interleave(group, dim=1).transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,164 @@
+"""The engine: one loop of schedule, run, commit over a queue of requests.
+
+`LLM` drives it through `generate`; scripts that want the loop themselves call `add_request` and `step`.
+"""
+
+import logging
+import random
+import weakref
+from itertools import count
+from typing import TYPE_CHECKING
+
+from nanovllm.config import Config, config_from_kwargs
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.inputs import Prompt, PromptEncoder
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.scheduler import Output, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanovllm")
+
+
+class LLMEngine:
+    """Owns the scheduler, the model runner and the tokenizer."""
+
+    def __init__(self, model: str, **kwargs: object) -> None:
+        """`model`: a directory in Hugging Face layout, or a hub id; keywords are the fields of `Config`.
+
+        Raises TypeError for an unknown keyword, ValueError for a value that cannot work, before weights are loaded.
+        """
+        self.config = config_from_kwargs(model, kwargs)
+        self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.config.model)
+        self.model_runner: ModelRunner | None = ModelRunner(self.config)
+        # Runs at the latest at interpreter exit, and does not keep the engine alive until then.
+        self._finalizer = weakref.finalize(self, ModelRunner.exit, self.model_runner)
+        num_blocks = self.model_runner.num_kvcache_blocks
+        self.max_model_len = fit_max_model_len(self.config, num_blocks)
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, self.config.kvcache_block_size, self.config.enable_prefix_caching),
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            eos_token_ids=eos_token_ids(self.config, self.tokenizer),
+        )
+        self.encoder = PromptEncoder(
+            self.tokenizer,
+            self.config.model_config.vocab_size,
+            self.max_model_len,
+            "shorten it or raise max_model_len"
+            if self.max_model_len == self.config.max_model_len
+            else f"the KV cache holds {num_blocks * self.config.kvcache_block_size} tokens ({num_blocks} blocks of "
+            f"{self.config.kvcache_block_size}): shorten it, or raise num_kvcache_blocks or gpu_memory_utilization",
+        )
+        self._seq_ids = count()
+        self._seeds = random.Random(self.config.seed)
+        self._unreported: list[tuple[int, list[int]]] = []  # ended inside generate, but queued by add_request
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+        """Check and queue one prompt, text or token ids; returns its request id."""
+        self._check_alive()
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params is a {type(sampling_params).__name__}, not a SamplingParams")
+        (token_ids,) = self.encoder.encode([prompt])
+        return self._queue(token_ids, sampling_params).seq_id
+
+    def _queue(self, token_ids: list[int], params: SamplingParams) -> Sequence:
+        room = self.max_model_len - len(token_ids)
+        seq = Sequence(
+            next(self._seq_ids),
+            token_ids,
+            params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            block_size=self.config.kvcache_block_size,
+            seed=self._seeds.getrandbits(63),
+        )
+        self.scheduler.add(seq)
+        return seq
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Advance by one step.
+
+        Returns the requests that ended, as (request id, completion ids), and the tokens of the step: prompt tokens
+        computed, or minus the number of sequences decoded. `([], 0)` when there is nothing to do.
+        """
+        self._check_alive()
+        outputs, num_tokens = self._advance()
+        finished, self._unreported = self._unreported, []
+        finished += [(seq.seq_id, seq.completion_token_ids) for seq, _, reason in outputs if reason is not None]
+        return finished, num_tokens
+
+    def _advance(self) -> tuple[list[Output], int]:
+        """Schedule, run and commit one step: the one loop body behind `step` and `generate`."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return [], 0
+        try:
+            token_ids = self.model_runner.run(batch)
+        except BaseException:
+            self.scheduler.rollback(batch)
+            raise
+        outputs = self.scheduler.postprocess(batch, token_ids)
+        return outputs, batch.num_tokens if batch.is_prefill else -len(batch.rows)
+
+    def is_finished(self) -> bool:
+        """Whether no request is queued, running, or ended without having been reported by `step`."""
+        return self.scheduler.is_finished() and not self._unreported
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks."""
+        self.scheduler.block_manager.reset_prefix_cache()
+
+    # ------------------------------------------------------------------ life
+
+    def exit(self) -> None:
+        """Give back the device memory. May be called twice; the engine takes no requests afterwards."""
+        self._finalizer()
+        self.model_runner = None
+
+    def _check_alive(self) -> None:
+        if self.model_runner is None:
+            raise RuntimeError("this engine has exited; build a new LLM")
+
+
+def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+    """The checkpoint's own tokenizer; ValueError with the remedy if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers raises what its many readers raise
+        raise ValueError(
+            f"{path}: no tokenizer could be loaded ({error}); add the tokenizer files, or pass skip_tokenizer_init=True "
+            f"and give token ids"
+        ) from error
+
+
+def eos_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:
+    """Every id that ends a completion: those of generation_config.json, config.json and the tokenizer."""
+    ids = set(config.model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return ids
+
+
+def fit_max_model_len(config: Config, num_blocks: int) -> int:
+    """`max_model_len`, lowered to what the pool can hold: a longer sequence could never finish, even alone."""
+    pool = num_blocks * config.kvcache_block_size
+    if pool >= config.max_model_len:
+        return config.max_model_len
+    logger.warning(
+        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%d blocks of %d); raise num_kvcache_blocks or "
+        "gpu_memory_utilization for longer sequences",
+        config.max_model_len,
+        pool,
+        num_blocks,
+        config.kvcache_block_size,
+    )
+    return pool

@@ -1,0 +1,351 @@
+"""Runs the model on one rank: owns the device, the weights, the KV cache, the row tables and the CUDA graphs.
+
+`LLMEngine` builds one and feeds it `Batch`es. `launch` queues a step on the device and returns a handle at once;
+`handle.wait()` gives the sampled ids; `run` is both.
+"""
+
+import gc
+import logging
+import os
+
+import numpy as np
+import torch
+
+from nanovllm.backends import select_backends
+from nanovllm.config import Config
+from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.row_tables import RowTables, upload
+from nanovllm.engine.scheduler import Batch
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models.registry import get_model_class
+from nanovllm.utils.context import Context, reset_context, set_context
+from nanovllm.utils.dist import SINGLE, Group
+from nanovllm.utils.loader import checkpoint_dtype, load_dummy, load_model
+
+logger = logging.getLogger("nanovllm")
+
+GIB = 1 << 30
+
+
+class StepHandle:
+    """The sampled ids of a launched step, on their way to the host."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self._event = None
+        self._ids = ids
+        if ids.is_cuda:
+            # A buffer of its own: the graph's output is overwritten by the next replay, which this copy precedes.
+            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self._ids.copy_(ids, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        """Block until the step is done; one id for each line of the batch that samples."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._ids.tolist()
+
+
+class ModelRunner:
+    """One rank's model and cache."""
+
+    @torch.inference_mode()
+    def __init__(self, config: Config, group: Group = SINGLE) -> None:
+        self.config = config
+        self.group = group
+        self.block_size = config.kvcache_block_size
+        self.max_model_len = config.max_model_len
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.model = self._load_model()
+        self.sampler = Sampler()
+        self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
+        self._bind_backends()
+        # Decode never takes more rows than the token budget, see Scheduler.
+        self.max_num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.tables = RowTables(self.max_num_rows, -(-self.max_model_len // self.block_size), self.device)
+        self.kv_cache: torch.Tensor | None = None
+        self.graphs: DecodeGraphs | None = None
+        use_graphs = (
+            self.device.type == "cuda" and not config.enforce_eager and self.decode_backend.supports_cuda_graph
+        )
+        peak = self._warm_up() if self.device.type == "cuda" else 0
+        self.num_kvcache_blocks = self._num_kvcache_blocks(peak, use_graphs)
+        self._bind_cache(self.num_kvcache_blocks)
+        if use_graphs:
+            self.graphs = DecodeGraphs(self._decode, self.max_num_rows, self.tables.pad_row, self.device)
+            self.graphs.capture(graph_sizes(self.max_num_rows))
+
+    # ------------------------------------------------------------------ start
+
+    def _load_model(self) -> torch.nn.Module:
+        model_config = self.config.model_config
+        model_class = get_model_class(model_config.architecture)
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                model = model_class(model_config, self.group)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        if self.config.load_format == "dummy":
+            load_dummy(model, seed=self.config.seed or 0)
+        else:
+            load_model(model, self.config.model)
+        return model.eval()
+
+    def _bind_backends(self) -> None:
+        layer = self.attention_layers[0]
+        self.prefill_backend, self.decode_backend = select_backends(
+            self.config.attention_backend,
+            device=self.device,
+            dtype=self.dtype,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            block_size=self.block_size,
+        )
+        for layer in self.attention_layers:
+            layer.bind_backends(self.prefill_backend, self.decode_backend)
+
+    def _warm_up(self) -> int:
+        """Run the largest legal prefill, logits and sampler included; returns the most bytes it had allocated."""
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        num_tokens = self.config.max_num_batched_tokens
+        # Full-length prompts, and never more of them than may run.
+        lengths = [self.max_model_len] * (num_tokens // self.max_model_len) + [num_tokens % self.max_model_len]
+        lengths = [n for n in lengths if n][: self.max_num_rows]
+        batch = Batch(is_prefill=True)
+        batch.rows, batch.starts, batch.counts = [self.tables.pad_row] * len(lengths), [0] * len(lengths), lengths
+        batch.token_ids = [[0] * n for n in lengths]
+        batch.samples = [True] * len(lengths)
+        input_ids, positions, context = self.prepare_prefill(batch)
+        # Every running sequence may end its prefill in one step.
+        context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
+        rows = torch.full((self.max_num_rows,), self.tables.pad_row, device=self.device)
+        self._sample(self._logits(input_ids, positions, context), rows, rows)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        return peak
+
+    def _num_kvcache_blocks(self, peak: int, use_graphs: bool) -> int:
+        if self.config.num_kvcache_blocks > 0:
+            return self.config.num_kvcache_blocks
+        layer = self.attention_layers[0]
+        block_bytes = (
+            2 * len(self.attention_layers) * self.block_size * layer.num_kv_heads * layer.head_dim * self.dtype.itemsize
+        )
+        blocks_per_seq = -(-self.max_model_len // self.block_size)
+        if self.device.type == "cpu":
+            wanted = self.config.max_num_seqs * blocks_per_seq
+            return max(min(wanted, available_memory() // 4 // block_bytes), 1)
+        graph_bytes = self._measure_graphs() if use_graphs else 0
+        free, total = torch.cuda.mem_get_info()
+        # What is in use now (weights, other processes) stays; the warm-up's peak comes on top of what is allocated now.
+        used = total - free + (peak - torch.cuda.memory_allocated()) + graph_bytes
+        budget = int(total * self.config.gpu_memory_utilization) - used
+        if budget < block_bytes:
+            raise ValueError(
+                f"gpu_memory_utilization={self.config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room "
+                f"for the KV cache: {used / GIB:.1f} GiB are taken by weights, activations and other processes, and one "
+                f"block needs {(block_bytes - budget) / GIB:.2f} GiB more; raise gpu_memory_utilization, free GPU memory, "
+                f"or lower max_num_batched_tokens or max_num_seqs"
+            )
+        return budget // block_bytes
+
+    def _measure_graphs(self) -> int:
+        """Bytes that all graphs will take, from capturing the two largest over a cache of one block.
+
+        The first sets up the shared pool, each further one adds about as much as the second.
+        """
+        self._bind_cache(1)
+        sizes = graph_sizes(self.max_num_rows)
+        graphs = DecodeGraphs(self._decode, self.max_num_rows, self.tables.pad_row, self.device)
+        free = [torch.cuda.mem_get_info()[0]]
+        for size in sorted(sizes, reverse=True)[:2]:
+            graphs.capture([size])
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+        graphs = self.kv_cache = None
+        for layer in self.attention_layers:
+            layer.bind_cache(None, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+        first = max(free[0] - free[1], 0)
+        further = max(free[1] - free[2], 0) if len(free) > 2 else 0
+        return first + further * (len(sizes) - 1)
+
+    def _bind_cache(self, num_blocks: int) -> None:
+        layer = self.attention_layers[0]
+        shape = (2, len(self.attention_layers), num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)
+        self.kv_cache = zeros(shape, self.dtype, self.device)
+        for layer, k_cache, v_cache in zip(self.attention_layers, *self.kv_cache, strict=True):
+            layer.bind_cache(k_cache, v_cache)
+
+    # ------------------------------------------------------------------ steps
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> StepHandle:
+        """Queue one step on the device and return at once."""
+        self.tables.update(batch)
+        if batch.is_prefill:
+            ids = self._launch_prefill(batch)
+        elif self.graphs is not None and self.graphs.size_for(len(batch.rows)) is not None:
+            ids = self.graphs.replay(batch.rows, batch.starts)
+        else:
+            ids = self._decode(*self.prepare_decode(batch), all_greedy=self.tables.all_greedy(batch.rows))
+        return StepHandle(ids)
+
+    def run(self, batch: Batch) -> list[int]:
+        """Compute one step; one sampled id for each line of the batch that samples."""
+        return self.launch(batch).wait()
+
+    def prepare_prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Context]:
+        """Ids and positions [T] of all chunks end to end, and the metadata that says where each belongs."""
+        rows, starts, counts = (np.array(x) for x in (batch.rows, batch.starts, batch.counts))
+        ends = starts + counts
+        cu_seqlens_q = np.concatenate(([0], counts.cumsum()))
+        cu_seqlens_k = np.concatenate(([0], ends.cumsum()))
+        positions = np.arange(cu_seqlens_q[-1]) - np.repeat(cu_seqlens_q[:-1] - starts, counts)
+        blocks = self.tables.block_tables_host[np.repeat(rows, counts), positions // self.block_size]
+        slots = blocks * self.block_size + positions % self.block_size
+        token_ids = np.concatenate([np.array(ids) for ids in batch.token_ids])
+        input_ids, device_positions = upload(np.stack((token_ids, positions)), torch.int64, self.device)
+        context = Context(
+            is_prefill=True,
+            slot_mapping=upload(slots, torch.int32, self.device),
+            cu_seqlens_q=upload(cu_seqlens_q, torch.int32, self.device),
+            cu_seqlens_k=upload(cu_seqlens_k, torch.int32, self.device),
+            max_seqlen_q=int(counts.max()),
+            max_seqlen_k=int(ends.max()),
+            query_lens=batch.counts,
+            key_lens=ends.tolist(),
+            logits_indices=upload(cu_seqlens_q[1:][np.array(batch.samples)] - 1, torch.int64, self.device),
+        )
+        if starts.any():  # some keys are in the cache only: a prefix hit, or a later chunk
+            width = -(-context.max_seqlen_k // self.block_size)
+            context.block_tables = self.tables.block_tables[upload(rows, torch.int64, self.device), :width]
+        return input_ids, device_positions, context
+
+    def _launch_prefill(self, batch: Batch) -> torch.Tensor:
+        input_ids, positions, context = self.prepare_prefill(batch)
+        if not any(batch.samples):
+            self._hidden_states(input_ids, positions, context)
+            return torch.empty(0, dtype=torch.int64)
+        lines = [i for i, samples in enumerate(batch.samples) if samples]
+        rows = [batch.rows[i] for i in lines]
+        ends = [batch.starts[i] + batch.counts[i] for i in lines]
+        device_rows, device_ends = upload([rows, ends], torch.int64, self.device)
+        logits = self._logits(input_ids, positions, context)
+        return self._sample(logits, device_rows, device_ends, self.tables.all_greedy(rows))
+
+    def prepare_decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and positions [B]: all that a decode step needs from the host."""
+        rows, positions = upload([batch.rows, batch.starts], torch.int64, self.device)
+        return rows, positions
+
+    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool = False) -> torch.Tensor:
+        """One decode step, rows and positions [B] -> ids [B]. Captured as it stands by the CUDA graphs."""
+        return self._sample(self.decode_logits(rows, positions), rows, positions + 1, all_greedy)
+
+    @torch.inference_mode()
+    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocab] behind each row's last token, whose K/V is written at its position; position -1 pads."""
+        tables = self.tables
+        is_real = positions >= 0
+        safe_positions = positions.clamp(min=0)
+        block_tables = tables.block_tables[rows]
+        blocks = block_tables.gather(1, (safe_positions // self.block_size).unsqueeze(1)).squeeze(1)
+        slots = blocks * self.block_size + safe_positions % self.block_size
+        context = Context(
+            slot_mapping=torch.where(is_real, slots, -1).int(),
+            block_tables=block_tables,
+            context_lens=(positions + 1).int(),
+            # A capturable backend shapes its launch by the bound that holds for every replay. It does so without a
+            # graph as well, so that both give the same bits.
+            max_context_len=self.max_model_len
+            if self.decode_backend.supports_cuda_graph
+            else int(positions.max()) + 1,
+        )
+        return self._logits(tables.last_tokens[rows], safe_positions, context)
+
+    def _hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        set_context(context)
+        try:
+            return self.model(input_ids, positions)
+        finally:
+            reset_context()
+
+    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        set_context(context)
+        try:
+            return self.model.compute_logits(self.model(input_ids, positions))
+        finally:
+            reset_context()
+
+    def _sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool = False
+    ) -> torch.Tensor:
+        """Sample the token at `positions` of each row, and leave it where the next decode step reads it."""
+        tables = self.tables
+        ids = self.sampler(logits, tables.temperatures[rows], tables.seeds[rows], positions, all_greedy)
+        tables.last_tokens[rows] = ids
+        return ids
+
+    def exit(self) -> None:
+        """Give back the device memory. May be called twice, and on a half-built runner."""
+        for name in ("graphs", "kv_cache", "tables", "model", "attention_layers"):
+            setattr(self, name, None)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device behind `Config.device`; ValueError if it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={name!r}: torch sees no CUDA device; use device='cpu' or 'auto'")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device={name!r}: there are {torch.cuda.device_count()} CUDA devices, numbered from 0")
+        device = torch.device("cuda", index)
+    return device
+
+
+def resolve_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: the checkpoint's unless told otherwise, float32 on a CPU."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device.type == "cpu":
+        logger.info("dtype='auto' on a CPU is float32")
+        return torch.float32
+    stored = config.model_config.dtype or checkpoint_dtype(config.model) or "bfloat16"
+    return getattr(torch, stored)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed memory: a mask multiplies what it hides, and NaN times zero is NaN. On a CPU the system zeroes lazily."""
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+def available_memory() -> int:
+    """Bytes of memory that new allocations can have without swapping, as far as the system tells."""
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":") for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,224 @@
+"""Attention of one query token per sequence over the paged cache; called by the triton backend for decode.
+
+Reading the cache is nearly all of the work, so everything here serves its bandwidth:
+- A program reads one KV head for all query heads that share it, so that no key is read twice.
+- A sequence is cut into splits of a fixed number of tokens, one program each. Few sequences get small splits, to fill
+  the GPU; many get large ones, so that most have a single split, whose program writes the result itself. The results of
+  several splits meet in a second kernel.
+- The KV head is the fastest grid axis: in the cache the heads of a token are neighbours, and are read together.
+
+The grid depends only on the host's bound on the lengths, so a CUDA graph can replay it with any lengths up to there: a
+program past the end of its sequence leaves at once, and a sequence with more tokens than splits * split size gets
+larger splits. Shapes as in `nanovllm.backends.base`; G: query heads per KV head; S: splits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.paging import tile_slots
+
+LOG2_E = 1.4426950408889634
+
+# Tokens per split by batch * KV heads (first row that is large enough). Measured on an H200.
+SPLIT_TOKENS = ((32, 64), (256, 128), (1024, 256), (1536, 512))
+MAX_SPLIT_TOKENS = 1024
+MAX_SPLITS = 128  # bounds the work of the second kernel
+MAX_PROGRAMS = 1 << 15  # bounds the programs that only find out that they are not needed, and the partial results
+
+COMBINE_TILE = 16  # splits per step of the second kernel
+
+
+@triton.jit
+def _split_size(context_len, split_tokens, num_splits):
+    """Tokens per split of this sequence: split_tokens, or the multiple of it that makes num_splits enough."""
+    return split_tokens * tl.maximum(1, tl.cdiv(tl.cdiv(context_len, split_tokens), num_splits))
+
+
+@triton.jit(do_not_specialize=["block_table_stride", "split_tokens", "num_splits"])
+def _decode_kernel(
+    out_ptr,  # [B, Hq, D]
+    partial_out_ptr,  # [B, Hq, S, D] float32, normalised within the split
+    partial_lse_ptr,  # [B, Hq, S] float32, log2 of the split's sum of exponentials
+    q_ptr,  # [B, Hq, D]
+    k_cache_ptr,  # [slots, Hkv, D]
+    v_cache_ptr,  # [slots, Hkv, D]
+    block_tables_ptr,  # [B, W]
+    context_lens_ptr,  # [B]
+    scale_log2,  # scale * log2(e): exponentials are powers of two here
+    q_stride,
+    block_table_stride,
+    split_tokens,  # a multiple of TILE
+    num_splits,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    context_len = tl.load(context_lens_ptr + seq)
+    split_size = _split_size(context_len, split_tokens, num_splits)
+    start = split * split_size
+    if (start >= context_len) & (split > 0):  # split 0 stays even at length 0, to write zeros
+        return
+    end = tl.minimum(start + split_size, context_len)
+
+    group = tl.arange(0, G_PAD)
+    dim = tl.arange(0, D_PAD)
+    dim_mask = dim < D
+    head = kv_head * G + group
+    head_mask = (group < G)[:, None] & dim_mask[None, :]
+    q = tl.load(q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
+
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
+    column = kv_head * D + dim
+    offsets = tl.arange(0, TILE)
+    max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
+    denominator = tl.zeros((G_PAD,), tl.float32)
+    acc = tl.zeros((G_PAD, D_PAD), tl.float32)
+    for tile in range(start, end, TILE):
+        valid = tile + offsets < end
+        cell = tile_slots(table_ptr, tile, end, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
+        mask = valid[:, None] & dim_mask[None, :]
+        # Each byte is read once: let it leave the L2 first. What is masked off reads as 0, so no NaN gets in.
+        k = tl.load(k_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
+        v = tl.load(v_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))  # finite: a tile has at least one token
+        shrink = tl.exp2(max_score - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        denominator = denominator * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        max_score = new_max
+
+    acc /= tl.where(denominator > 0.0, denominator, 1.0)[:, None]
+    row = seq.to(tl.int64) * (HKV * G) + head
+    if context_len <= split_size:
+        tl.store(out_ptr + row[:, None] * D + dim[None, :], acc, mask=head_mask)
+    else:
+        partial = row * num_splits + split
+        tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
+        tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=group < G)
+
+
+@triton.jit(do_not_specialize=["split_tokens", "num_splits"])
+def _combine_kernel(
+    out_ptr,  # [B, Hq, D]
+    partial_out_ptr,  # [B, Hq, S, D]
+    partial_lse_ptr,  # [B, Hq, S]
+    context_lens_ptr,  # [B]
+    split_tokens,
+    num_splits,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Weigh the splits of one query head by their sums of exponentials; sequences of a single split are done already."""
+    head, seq = tl.program_id(0), tl.program_id(1)
+    context_len = tl.load(context_lens_ptr + seq)
+    split_size = _split_size(context_len, split_tokens, num_splits)
+    if context_len <= split_size:
+        return
+    used_splits = tl.cdiv(context_len, split_size)
+    row = seq.to(tl.int64) * tl.num_programs(0) + head
+    dim = tl.arange(0, D_PAD)
+    dim_mask = dim < D
+    max_lse = float("-inf")
+    denominator = 0.0
+    acc = tl.zeros((D_PAD,), tl.float32)
+    for first in range(0, used_splits, TILE):
+        split = first + tl.arange(0, TILE)
+        used = split < used_splits
+        lse = tl.load(partial_lse_ptr + row * num_splits + split, mask=used, other=float("-inf"))
+        partial_ptr = partial_out_ptr + (row * num_splits + split)[:, None] * D + dim[None, :]
+        partial = tl.load(partial_ptr, mask=used[:, None] & dim_mask[None, :], other=0.0)
+        new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
+        shrink = tl.exp2(max_lse - new_max)
+        weights = tl.exp2(lse - new_max)
+        denominator = denominator * shrink + tl.sum(weights, axis=0)
+        acc = acc * shrink + tl.sum(weights[:, None] * partial, axis=0)
+        max_lse = new_max
+    tl.store(out_ptr + row * D + dim, acc / denominator, mask=dim_mask)
+
+
+def plan_splits(batch: int, num_kv_heads: int, max_context_len: int) -> tuple[int, int]:
+    """(tokens per split, number of splits) for lengths up to `max_context_len`; longer splits where these are too few."""
+    rows = batch * num_kv_heads
+    tokens = next((tokens for limit, tokens in SPLIT_TOKENS if rows <= limit), MAX_SPLIT_TOKENS)
+    splits = min(triton.cdiv(max_context_len, tokens), MAX_SPLITS, MAX_PROGRAMS // rows)
+    return tokens, max(splits, 1)
+
+
+def _tile_config(split_tokens: int, row_bytes: int) -> tuple[int, int]:
+    """(tokens per tile, num_stages); row_bytes is what one key takes. Deep pipelines hide latency where few run."""
+    if row_bytes > 256:  # float32, or head_dim above 128: keep the tiles within shared memory and registers
+        return (32, 2) if row_bytes > 512 else (64, 2)
+    return (128, 3) if split_tokens >= 512 else (64, 4)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """q [B, Hq, D] (a token's heads contiguous), caches [blocks, bs, Hkv, D] contiguous, block_tables [B, W] int32,
+    context_lens [B] int32, none above the host's bound max_context_len. Returns [B, Hq, D]; zeros at length 0."""
+    batch, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    assert q.stride()[1:] == (head_dim, 1) and block_tables.stride(1) == 1
+    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a layer's cache is one contiguous slice"
+    split_tokens, num_splits = plan_splits(batch, num_kv_heads, max_context_len)
+    group = num_heads // num_kv_heads
+    dim_pad = max(16, triton.next_power_of_2(head_dim))
+    tile, num_stages = _tile_config(split_tokens, dim_pad * q.element_size())
+    out = torch.empty((batch, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    # With one split nothing is partial, and empty tensors keep the pointers' types, hence the compiled kernel, the same.
+    rows = batch * num_heads * num_splits if num_splits > 1 else 0
+    partial_out = torch.empty((rows, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((rows,), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_kv_heads, batch, num_splits)](
+        out,
+        partial_out,
+        partial_lse,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale * LOG2_E,
+        q.stride(0),
+        block_tables.stride(0),
+        split_tokens,
+        num_splits,
+        HKV=num_kv_heads,
+        G=group,
+        G_PAD=max(16, triton.next_power_of_2(group)),  # 16: the least that tl.dot takes
+        D=head_dim,
+        D_PAD=dim_pad,
+        BLOCK_SIZE=block_size,
+        TILE=tile,
+        num_warps=4,
+        num_stages=num_stages,
+    )
+    if num_splits > 1:
+        _combine_kernel[(num_heads, batch)](
+            out,
+            partial_out,
+            partial_lse,
+            context_lens,
+            split_tokens,
+            num_splits,
+            D=head_dim,
+            D_PAD=dim_pad,
+            TILE=COMBINE_TILE,
+            num_warps=4,
+        )
+    return out

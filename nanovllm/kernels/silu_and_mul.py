@@ -1,0 +1,29 @@
+"""The activation of a gated MLP, SiLU(gate) * up, over the packed output of the gate_up projection."""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit
+def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < I
+    gate = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * x_stride + I + offsets, mask=mask, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded here, as separate silu and mul operations would
+    tl.store(out_ptr + row * I + offsets, silu.to(tl.float32) * up.to(tl.float32), mask=mask)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """x [T, 2 * I]: gate then up in each row (rows may be strided). Returns [T, I] of the same dtype."""
+    num_tokens, width = x.shape
+    assert x.stride(1) == 1, "the last dimension must be contiguous"
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](out, x, x.stride(0), I=size, BLOCK=BLOCK, num_warps=4)
+    return out

@@ -1,0 +1,99 @@
+"""From packed q, k, v to the attention output: norm, rotate, store K/V in the paged cache, attend.
+
+The module owns no weights. The model hands it the norms and the rotary embedding with every call, so that on a GPU all
+that precedes attention proper is one kernel; the `ModelRunner` binds it to its slice of the KV cache and to the
+backends.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm.backends.base import AttentionBackend
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.context import get_context
+
+
+class Attention(nn.Module):
+    """Causal attention of one layer over the paged cache."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Head counts are this rank's own."""
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.k_cache: torch.Tensor | None = None  # [blocks, block_size, kv_heads, head_dim]; a view, the runner owns it
+        self.v_cache: torch.Tensor | None = None
+        self.prefill_backend: AttentionBackend | None = None
+        self.decode_backend: AttentionBackend | None = None
+
+    def bind_backends(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self.prefill_backend, self.decode_backend = prefill, decode
+
+    def bind_cache(self, k_cache: torch.Tensor | None, v_cache: torch.Tensor | None) -> None:
+        """Without a cache (the warm-up) keys and values are used and thrown away."""
+        self.k_cache, self.v_cache = k_cache, v_cache
+
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_emb: RotaryEmbedding,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> torch.Tensor:
+        """qkv: [T, (heads + 2 * kv_heads) * head_dim], overwritten; positions: [T] -> [T, heads * head_dim]."""
+        context = get_context()
+        q, k, v = self._prepare(qkv, positions, rotary_emb, q_norm, k_norm, context.slot_mapping)
+        if context.is_prefill:
+            out = self.prefill_backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
+        else:
+            out = self.decode_backend.decode(q, self.k_cache, self.v_cache, context, self.scale)
+        return out.flatten(1)
+
+    def _prepare(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        rotary_emb: RotaryEmbedding,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        slot_mapping: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        if qkv.is_cuda:
+            from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
+
+            qk_norm_rope_store(
+                qkv,
+                positions,
+                rotary_emb.cos_sin,
+                q_norm.weight if q_norm else None,
+                k_norm.weight if k_norm else None,
+                q_norm.eps if q_norm else 0.0,
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                self.k_cache,
+                self.v_cache,
+                slot_mapping,
+            )
+            return qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
+        q, k, v = qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
+        q = rotary_emb(positions, q_norm(q) if q_norm else q)
+        k = rotary_emb(positions, k_norm(k) if k_norm else k)
+        if self.k_cache is not None:
+            store_kvcache(k, v, self.k_cache, self.v_cache, slot_mapping)
+        return q, k, v
+
+
+def store_kvcache(
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write each token's K and V to its slot; slot -1 writes nothing. key, value: [T, kv_heads, head_dim]."""
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored].long()
+    k_cache.flatten(0, 1)[slots] = key[is_stored]
+    v_cache.flatten(0, 1)[slots] = value[is_stored]

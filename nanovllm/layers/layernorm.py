@@ -1,0 +1,39 @@
+"""RMSNorm (Zhang and Sennrich, 2019), plain and with the residual addition that precedes it in every layer."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.linear import copy_into
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square in float32, then by a learnt weight in the input's dtype."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
+        self.weight.weight_loader = lambda param, source: copy_into(param.data, source[:])
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Norm of `x`; with a residual: (norm of `x + residual`, the sum). Neither input is changed. x: [..., hidden]."""
+        if x.is_cuda:
+            from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+
+            return (
+                rms_norm(x, self.weight, self.eps)
+                if residual is None
+                else add_rms_norm(x, residual, self.weight, self.eps)
+            )
+        if residual is None:
+            return self.normalize(x)
+        residual = x + residual
+        return self.normalize(residual), residual
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        """The plain form, on any device."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return x32.to(x.dtype) * self.weight

@@ -1,0 +1,143 @@
+"""Linear layers split over the ranks of a group, each of which knows how to load its own shard.
+
+Models build them; the loader calls the `weight_loader` that hangs on every parameter with a sliceable source (a
+safetensors slice, which reads only what is asked of it, or a tensor). Weights are `[output, input]`, as in torch.
+With one rank every layer is a plain `F.linear`.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.dist import SINGLE, Group, divide
+from nanovllm.utils.loader import source_shape
+
+
+def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
+    """Copy a source (already cut to the shard) into a parameter or a part of it; shapes must agree exactly."""
+    if tuple(target.shape) != source_shape(source):
+        raise ValueError(f"{what}: the checkpoint has shape {source_shape(source)}, the model {tuple(target.shape)}")
+    target.copy_(source)
+
+
+class LinearBase(nn.Module, ABC):
+    """A weight, an optional bias, and the rule by which a rank takes its part of them."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: Group = SINGLE) -> None:
+        """`input_size` and `output_size` are this rank's own."""
+        super().__init__()
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(output_size, input_size), requires_grad=False)
+        self.weight.weight_loader = self.weight_loader
+        if bias:
+            self.bias = nn.Parameter(torch.empty(output_size), requires_grad=False)
+            self.bias.weight_loader = self.weight_loader
+        else:
+            self.register_parameter("bias", None)
+
+    @abstractmethod
+    def weight_loader(self, param: nn.Parameter, source: Any, *shard_id: Any) -> None:
+        """Fill `param`, or the part of it that `shard_id` names, from this rank's part of `source`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank holds all of it."""
+
+    def weight_loader(self, param: nn.Parameter, source: Any) -> None:
+        copy_into(param.data, source[:])
+
+
+class ColumnParallelLinear(LinearBase):
+    """Output features split over the ranks; the outputs stay split."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: Group = SINGLE) -> None:
+        super().__init__(input_size, divide("output features", output_size, group.size), bias, group)
+
+    def weight_loader(self, param: nn.Parameter, source: Any) -> None:
+        load_rows(param.data, source, self.group)
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several column-parallel matrices over the same input (gate and up) as one, so that one matmul serves them."""
+
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, group: Group = SINGLE) -> None:
+        self.shard_sizes = [divide("output features", size, group.size) for size in output_sizes]
+        super().__init__(input_size, sum(self.shard_sizes), bias, group)
+
+    def weight_loader(self, param: nn.Parameter, source: Any, shard_id: int) -> None:
+        start = sum(self.shard_sizes[:shard_id])
+        load_rows(param.data[start : start + self.shard_sizes[shard_id]], source, self.group)
+
+
+class QKVParallelLinear(LinearBase):
+    """Query, key and value projections as one matrix, split by whole heads.
+
+    With more ranks than KV heads each KV head is held by `size // total_num_kv_heads` neighbouring ranks.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        total_num_heads: int,
+        total_num_kv_heads: int,
+        bias: bool = False,
+        group: Group = SINGLE,
+    ) -> None:
+        self.head_dim = head_dim
+        self.num_heads = divide("attention heads", total_num_heads, group.size)
+        if total_num_kv_heads >= group.size:
+            self.num_kv_heads = divide("KV heads", total_num_kv_heads, group.size)
+            self.num_kv_replicas = 1
+        else:
+            self.num_kv_heads = 1
+            if group.size % total_num_kv_heads:
+                raise ValueError(
+                    f"tensor_parallel_size={group.size} is neither a divisor nor a multiple of the "
+                    f"{total_num_kv_heads} KV heads; use one that is"
+                )
+            self.num_kv_replicas = group.size // total_num_kv_heads
+        super().__init__(hidden_size, (self.num_heads + 2 * self.num_kv_heads) * head_dim, bias, group)
+
+    def weight_loader(self, param: nn.Parameter, source: Any, shard_id: str) -> None:
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        start, size = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}[shard_id]
+        num_replicas = 1 if shard_id == "q" else self.num_kv_replicas
+        load_rows(param.data[start : start + size], source, self.group, num_replicas)
+
+
+class RowParallelLinear(LinearBase):
+    """Input features split over the ranks: each multiplies its part, and the parts are summed."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: Group = SINGLE) -> None:
+        super().__init__(divide("input features", input_size, group.size), output_size, bias, group)
+
+    def weight_loader(self, param: nn.Parameter, source: Any) -> None:
+        if param.dim() == 1:  # the bias is whole on every rank and added by rank 0 alone
+            return copy_into(param.data, source[:])
+        size = param.shape[1]
+        check_total(source, dim=1, total=size * self.group.size)
+        return copy_into(param.data, source[:, self.group.rank * size : (self.group.rank + 1) * size])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if self.group.rank == 0 else None
+        return self.group.all_reduce(F.linear(x, self.weight, bias))
+
+
+def load_rows(target: torch.Tensor, source: Any, group: Group, num_replicas: int = 1) -> None:
+    """Copy this rank's rows of `source`; `num_replicas` neighbouring ranks share one part."""
+    size = target.shape[0]
+    check_total(source, dim=0, total=size * group.size // num_replicas)
+    start = group.rank // num_replicas * size
+    copy_into(target, source[start : start + size])
+
+
+def check_total(source: Any, dim: int, total: int) -> None:
+    if source_shape(source)[dim] != total:
+        raise ValueError(f"the checkpoint has shape {source_shape(source)}, the model {total} in dimension {dim}")

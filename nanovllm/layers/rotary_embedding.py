@@ -1,0 +1,28 @@
+"""Rotary position embedding (Su et al., 2021), in the half-rotated form of the Llama family."""
+
+import torch
+from torch import nn
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the pairs (i, i + head_dim / 2) of each head by position * theta ** (-2 i / head_dim)."""
+
+    def __init__(self, head_dim: int, max_position: int, theta: float) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} is odd; rotary embeddings turn pairs and need an even head_dim")
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), 1.0 / theta**exponents)
+        # [max_position, head_dim], float32 whatever the model's dtype: cos in the first half, sin in the second.
+        self.register_buffer("cos_sin", torch.cat((angles.cos(), angles.sin()), dim=-1), persistent=False)
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, heads, head_dim], positions: [T] -> the rotated heads, in x's dtype."""
+        cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        x1, x2 = x.float().chunk(2, dim=-1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+def get_rope(head_dim: int, max_position: int, theta: float) -> RotaryEmbedding:
+    """The rotary embedding of a model; its layers share one."""
+    return RotaryEmbedding(head_dim, max_position, theta)

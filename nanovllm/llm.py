@@ -1,0 +1,75 @@
+"""`LLM`, what users import: prompts in, completions out."""
+
+from time import perf_counter
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.inputs import Prompt, as_params_list, as_prompt_list
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+
+class LLM(LLMEngine):
+    """An offline inference engine for one model."""
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams],
+        use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Complete all prompts, batched as memory allows.
+
+        Args:
+            prompts: a string or a list of token ids, or a list of these.
+            sampling_params: one for all prompts, or a list with one for each.
+            use_tqdm: show a progress bar with prefill and decode tokens per second.
+
+        Returns:
+            One dict per prompt, in prompt order: `text` (without special tokens), `token_ids` (EOS included) and
+            `finish_reason` ("stop" at EOS, "length" at max_tokens or max_model_len).
+
+        Raises:
+            TypeError, ValueError: a prompt or parameter that cannot be honoured, by its index; nothing of the call is
+                queued then.
+        """
+        self._check_alive()
+        prompts = as_prompt_list(prompts)
+        params = as_params_list(sampling_params, len(prompts))
+        with tqdm(total=len(prompts), desc="Tokenizing", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            token_ids = self.encoder.encode(prompts, on_progress=lambda _: bar.update())
+            bar.reset()
+            bar.set_description("Generating")
+            seqs = [self._queue(ids, one) for ids, one in zip(token_ids, params, strict=True)]
+            try:
+                self._run_until_finished(seqs, bar)
+            finally:
+                # Only an interrupt or a failure leaves any: what is half done must not run on in the next call.
+                for seq in seqs:
+                    self.scheduler.finish(seq, "abort")
+        return [self._result(seq) for seq in seqs]
+
+    def _run_until_finished(self, seqs: list[Sequence], bar: tqdm) -> None:
+        own = {seq.seq_id for seq in seqs}
+        rates = {"Prefill": 0.0, "Decode": 0.0}
+        while own:
+            start = perf_counter()
+            outputs, num_tokens = self._advance()
+            phase = "Prefill" if num_tokens > 0 else "Decode"
+            rates[phase] = abs(num_tokens) / (perf_counter() - start)
+            bar.set_postfix({name: f"{int(rate)}tok/s" for name, rate in rates.items()}, refresh=False)
+            for seq, _, reason in outputs:
+                if reason is None:
+                    continue
+                if seq.seq_id in own:
+                    own.remove(seq.seq_id)
+                    bar.update()
+                else:
+                    self._unreported.append((seq.seq_id, seq.completion_token_ids))
+
+    def _result(self, seq: Sequence) -> dict[str, Any]:
+        ids = seq.completion_token_ids
+        text = "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"text": text, "token_ids": ids, "finish_reason": seq.finish_reason}
