@@ -72,8 +72,10 @@ class TorchBackend(AttentionBackend):
         blocks = context.block_tables.long()[:, positions // block_size]
         slots = blocks * block_size + positions % block_size
         slots = torch.where(is_key, slots, torch.where(lens > 0, slots[:, :1], 0)).flatten()
-        keys = k_cache.flatten(2).flatten(0, 1).index_select(0, slots).view(batch, max_len, num_kv_heads, head_dim)
-        values = v_cache.flatten(2).flatten(0, 1).index_select(0, slots).view(batch, max_len, num_kv_heads, head_dim)
+        rows = (-1, num_kv_heads * head_dim)
+        gathered = (batch, max_len, num_kv_heads, head_dim)
+        keys = k_cache.view(rows).index_select(0, slots).view(gathered)
+        values = v_cache.view(rows).index_select(0, slots).view(gathered)
 
         # The query heads of one KV head stand where SDPA expects the query tokens, so that no key is repeated.
         grouped = q.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))

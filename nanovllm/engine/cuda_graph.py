@@ -12,7 +12,7 @@ MAX_GRAPH_SIZE = 512
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: 1, 2, 4, 8, every 16, and `max_num_seqs` itself (512 at most; above, steps run eagerly)."""
+    """Batch sizes to capture: 1, 2, 4, 8, every 16, and `max_num_seqs`; at most 512, above which steps run eagerly."""
     largest = min(max_num_seqs, MAX_GRAPH_SIZE)
     return sorted({size for size in (1, 2, 4, 8, *range(16, largest, 16)) if size < largest} | {largest})
 
@@ -25,7 +25,11 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], max_size: int, pad_row: int, device: torch.device
+        self,
+        step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        max_size: int,
+        pad_row: int,
+        device: torch.device,
     ) -> None:
         self.step = step
         self.pad_row = pad_row

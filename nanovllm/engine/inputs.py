@@ -57,9 +57,7 @@ class PromptEncoder:
         self.max_model_len = max_model_len
         self.len_remedy = len_remedy
 
-    def encode(
-        self, prompts: list[Prompt], on_progress: Callable[[int], object] = lambda _: None
-    ) -> list[list[int]]:
+    def encode(self, prompts: list[Prompt], on_progress: Callable[[int], object] = lambda _: None) -> list[list[int]]:
         """Ids of all prompts, in order; types and given ids are checked before any text is tokenized."""
         texts: list[int] = []
         encoded: list[list[int] | None] = []

@@ -135,8 +135,8 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers raises what its many readers raise
         raise ValueError(
-            f"{path}: no tokenizer could be loaded ({error}); add the tokenizer files, or pass skip_tokenizer_init=True "
-            f"and give token ids"
+            f"{path}: no tokenizer could be loaded ({error}); add the tokenizer files, or pass "
+            f"skip_tokenizer_init=True and give token ids"
         ) from error
 
 
@@ -154,8 +154,8 @@ def fit_max_model_len(config: Config, num_blocks: int) -> int:
     if pool >= config.max_model_len:
         return config.max_model_len
     logger.warning(
-        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%d blocks of %d); raise num_kvcache_blocks or "
-        "gpu_memory_utilization for longer sequences",
+        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%d blocks of %d); raise num_kvcache_blocks "
+        "or gpu_memory_utilization for longer sequences",
         config.max_model_len,
         pool,
         num_blocks,

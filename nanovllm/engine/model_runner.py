@@ -70,9 +70,7 @@ class ModelRunner:
         self.tables = RowTables(self.max_num_rows, -(-self.max_model_len // self.block_size), self.device)
         self.kv_cache: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
-        use_graphs = (
-            self.device.type == "cuda" and not config.enforce_eager and self.decode_backend.supports_cuda_graph
-        )
+        use_graphs = self.device.type == "cuda" and not config.enforce_eager and self.decode_backend.supports_cuda_graph
         peak = self._warm_up() if self.device.type == "cuda" else 0
         self.num_kvcache_blocks = self._num_kvcache_blocks(peak, use_graphs)
         self._bind_cache(self.num_kvcache_blocks)
@@ -128,7 +126,7 @@ class ModelRunner:
         # Every running sequence may end its prefill in one step.
         context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
         rows = torch.full((self.max_num_rows,), self.tables.pad_row, device=self.device)
-        self._sample(self._logits(input_ids, positions, context), rows, rows)
+        self._sample(self.compute_logits(input_ids, positions, context), rows, rows)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
@@ -153,9 +151,9 @@ class ModelRunner:
         if budget < block_bytes:
             raise ValueError(
                 f"gpu_memory_utilization={self.config.gpu_memory_utilization} of {total / GIB:.1f} GiB leaves no room "
-                f"for the KV cache: {used / GIB:.1f} GiB are taken by weights, activations and other processes, and one "
-                f"block needs {(block_bytes - budget) / GIB:.2f} GiB more; raise gpu_memory_utilization, free GPU memory, "
-                f"or lower max_num_batched_tokens or max_num_seqs"
+                f"for the KV cache: {used / GIB:.1f} GiB are taken by weights, activations and other processes, and "
+                f"one block needs {(block_bytes - budget) / GIB:.2f} GiB more; raise gpu_memory_utilization, free GPU "
+                f"memory, or lower max_num_batched_tokens or max_num_seqs"
             )
         return budget // block_bytes
 
@@ -234,15 +232,11 @@ class ModelRunner:
         return input_ids, device_positions, context
 
     def _launch_prefill(self, batch: Batch) -> torch.Tensor:
-        input_ids, positions, context = self.prepare_prefill(batch)
-        if not any(batch.samples):
-            self._hidden_states(input_ids, positions, context)
-            return torch.empty(0, dtype=torch.int64)
+        logits = self.compute_logits(*self.prepare_prefill(batch))
         lines = [i for i, samples in enumerate(batch.samples) if samples]
         rows = [batch.rows[i] for i in lines]
         ends = [batch.starts[i] + batch.counts[i] for i in lines]
         device_rows, device_ends = upload([rows, ends], torch.int64, self.device)
-        logits = self._logits(input_ids, positions, context)
         return self._sample(logits, device_rows, device_ends, self.tables.all_greedy(rows))
 
     def prepare_decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -269,20 +263,13 @@ class ModelRunner:
             context_lens=(positions + 1).int(),
             # A capturable backend shapes its launch by the bound that holds for every replay. It does so without a
             # graph as well, so that both give the same bits.
-            max_context_len=self.max_model_len
-            if self.decode_backend.supports_cuda_graph
-            else int(positions.max()) + 1,
+            max_context_len=self.max_model_len if self.decode_backend.supports_cuda_graph else int(positions.max()) + 1,
         )
-        return self._logits(tables.last_tokens[rows], safe_positions, context)
+        return self.compute_logits(tables.last_tokens[rows], safe_positions, context)
 
-    def _hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-        set_context(context)
-        try:
-            return self.model(input_ids, positions)
-        finally:
-            reset_context()
-
-    def _logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+    @torch.inference_mode()
+    def compute_logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        """One forward pass; logits [S, vocab] of the rows that the context names."""
         set_context(context)
         try:
             return self.model.compute_logits(self.model(input_ids, positions))

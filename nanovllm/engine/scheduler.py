@@ -181,7 +181,7 @@ class Scheduler:
         return outputs
 
     def rollback(self, batch: Batch) -> None:
-        """Undo a step that failed or was interrupted: its sequences wait again, in their order, with all their tokens."""
+        """Undo a step that failed or was interrupted: its sequences wait again, in order, with all their tokens."""
         self.num_in_flight -= 1
         for seq in reversed(batch.seqs):
             if not seq.is_finished:
@@ -219,7 +219,9 @@ class Scheduler:
         holders = list(self.running) + [seq for seq in self.waiting if seq.row >= 0]
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
-        assert all(seq.row < 0 and not seq.block_table for seq in list(self.waiting)[1:]), "only the head may hold blocks"
+        assert all(seq.row < 0 and not seq.block_table for seq in list(self.waiting)[1:]), (
+            "only the head may hold blocks"
+        )
         rows = [seq.row for seq in holders]
         assert sorted(rows + self.free_rows) == list(range(self.max_num_running)), "rows were lost or doubled"
         for seq in holders:

@@ -90,7 +90,9 @@ class Sequence:
         return self.token_ids[key]
 
     def __repr__(self) -> str:
-        return f"Sequence({self.seq_id}, {self.status.name}, {self.num_prompt_tokens}+{self.num_completion_tokens} tokens)"
+        return (
+            f"Sequence({self.seq_id}, {self.status.name}, {self.num_prompt_tokens}+{self.num_completion_tokens} tokens)"
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.paging import tile_slots
+from nanovllm.kernels.paging import load_blocks, token_slots
 
 LOG2_E = 1.4426950408889634
 
@@ -79,9 +79,12 @@ def _decode_kernel(
     max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
     denominator = tl.zeros((G_PAD,), tl.float32)
     acc = tl.zeros((G_PAD, D_PAD), tl.float32)
+    next_blocks = load_blocks(table_ptr, start, end, TILE, BLOCK_SIZE)
     for tile in range(start, end, TILE):
+        blocks = next_blocks
+        next_blocks = load_blocks(table_ptr, tile + TILE, end, TILE, BLOCK_SIZE)
         valid = tile + offsets < end
-        cell = tile_slots(table_ptr, tile, end, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
+        cell = token_slots(blocks, tile, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
         mask = valid[:, None] & dim_mask[None, :]
         # Each byte is read once: let it leave the L2 first. What is masked off reads as 0, so no NaN gets in.
         k = tl.load(k_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.paging import tile_slots
+from nanovllm.kernels.paging import load_blocks, token_slots
 
 LOG2_E = 1.4426950408889634
 
@@ -65,11 +65,14 @@ def _attend(
     """Take the keys begin .. end into the running softmax; without MASKED every query sees all of these whole tiles."""
     dim = tl.arange(0, D_PAD)[None, :]
     offsets = tl.arange(0, TILE_N)
+    if PAGED:
+        next_blocks = load_blocks(block_table_ptr, begin, end, TILE_N, BLOCK_SIZE)
     for start in range(begin, end, TILE_N):
         if PAGED:
-            rows = tile_slots(block_table_ptr, start, end, TILE_N, BLOCK_SIZE)
+            rows = token_slots(next_blocks, start, TILE_N, BLOCK_SIZE)
+            next_blocks = load_blocks(block_table_ptr, start + TILE_N, end, TILE_N, BLOCK_SIZE)
         else:
-            rows = start.to(tl.int64) + offsets
+            rows = (start + offsets).to(tl.int64)
         mask = dim < D
         if MASKED:
             mask = mask & (start + offsets < end)[:, None]

@@ -1,7 +1,7 @@
 """Samples one token per row of the logits in one pass, without a softmax.
 
 Dividing an exponential variate into each probability and taking the largest is the same as drawing from the softmax, so
-a token's score is logit / temperature - log(E). E is a stateless function of (seed, position, token id): the exact
+a token's score is logit - temperature * log(E). E is a stateless function of (seed, position, token id): the exact
 definition, and the same function in PyTorch, is `nanovllm.layers.sampler.exponential_noise`.
 
 The vocabulary is cut into chunks, one program each, so that one row already fills the GPU. A chunk leaves its best
@@ -60,7 +60,7 @@ def _best_of_chunk_kernel(
     temperature = tl.load(temperatures_ptr + row)
     if temperature > 0.0:
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        score = score / temperature - _log_exponential_noise(seed, position, token)
+        score -= temperature * _log_exponential_noise(seed, position, token)
     score = tl.where(mask & (score == score), score, float("-inf"))  # a NaN never wins
     best = tl.max(score, axis=0)
     index = row * tl.num_programs(0) + chunk

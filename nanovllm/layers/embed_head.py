@@ -16,7 +16,7 @@ from nanovllm.utils.dist import SINGLE, Group
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the ids that fall to this rank; ids of other ranks give zeros, and the sum over ranks is the embedding."""
+    """Rows of the ids that fall to this rank; the others' ids give zeros, and the sum over ranks is the embedding."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group = SINGLE) -> None:
         super().__init__()

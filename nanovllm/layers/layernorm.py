@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Norm of `x`; with a residual: (norm of `x + residual`, the sum). Neither input is changed. x: [..., hidden]."""
+        """Norm of `x` [..., hidden]; with a residual: (norm of `x + residual`, the sum). The inputs are not changed."""
         if x.is_cuda:
             from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 

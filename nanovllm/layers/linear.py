@@ -139,5 +139,6 @@ def load_rows(target: torch.Tensor, source: Any, group: Group, num_replicas: int
 
 
 def check_total(source: Any, dim: int, total: int) -> None:
-    if source_shape(source)[dim] != total:
-        raise ValueError(f"the checkpoint has shape {source_shape(source)}, the model {total} in dimension {dim}")
+    shape = source_shape(source)
+    if len(shape) <= dim or shape[dim] != total:
+        raise ValueError(f"the checkpoint has shape {shape}, the model {total} in dimension {dim}")

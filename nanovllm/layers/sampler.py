@@ -1,8 +1,9 @@
 """Picks the next token of each sequence from its logits.
 
 Sampling from softmax(logits / T) needs no softmax: with E_i independent exponential variates, the index that
-maximises logits_i / T - log(E_i) has exactly that distribution (the Gumbel-max trick). The variates are a pure function
-of (seed, position, token id), so a sequence draws the same token alone or in a batch, chunked, preempted or resumed.
+maximises logits_i - T * log(E_i) has exactly that distribution (the Gumbel-max trick), down to the smallest T. The
+variates are a pure function of (seed, position, token id), so a sequence draws the same token alone or in a batch,
+chunked, preempted or resumed.
 """
 
 import torch
@@ -42,7 +43,7 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
 
 
 class Sampler(nn.Module):
-    """Greedy for rows of temperature 0 (exact argmax, the lowest id on a tie), exponential-noise argmax for the rest."""
+    """Rows of temperature 0 take the exact argmax (the lowest id on a tie), the rest the exponential-noise argmax."""
 
     def forward(
         self,
@@ -52,7 +53,9 @@ class Sampler(nn.Module):
         positions: torch.Tensor,
         all_greedy: bool = False,
     ) -> torch.Tensor:
-        """logits [B, vocab]; temperatures [B] float32; seeds [B] int64; positions [B] of the new token -> ids [B] int64.
+        """Token ids [B] int64 from logits [B, vocab], temperatures [B] float32, seeds [B] int64, positions [B].
+
+        A position is the index that the new token will have in its sequence.
 
         `all_greedy` is the host's knowledge that every temperature is 0; it saves the plain path the noise.
         """
@@ -70,6 +73,6 @@ class Sampler(nn.Module):
     ) -> torch.Tensor:
         """The plain form, on any device."""
         is_greedy = (temperatures == 0).unsqueeze(1)
-        scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures.unsqueeze(1))
-        noise = exponential_noise(seeds, positions, logits.shape[-1])
-        return torch.where(is_greedy, scaled, scaled - noise.log()).argmax(dim=-1)
+        logits = logits.float()
+        noise = exponential_noise(seeds, positions, logits.shape[-1]).log()
+        return torch.where(is_greedy, logits, logits - temperatures.unsqueeze(1) * noise).argmax(dim=-1)

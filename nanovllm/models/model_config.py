@@ -176,7 +176,7 @@ def _eos_token_ids(raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _present(raw: dict[str, Any], key: str) -> Any:  # noqa: ANN401 (any JSON value)
+def _present(raw: dict[str, Any], key: str) -> Any:
     if raw.get(key) is None:
         raise ValueError(f"{key} is missing or null")
     return raw[key]

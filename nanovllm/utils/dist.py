@@ -45,7 +45,5 @@ SINGLE = Group()
 def divide(what: str, total: int, parts: int) -> int:
     """`total / parts`, or ValueError that says which dimension does not split over the ranks."""
     if total % parts:
-        raise ValueError(
-            f"{what}={total} does not divide by tensor_parallel_size={parts}; use a tensor_parallel_size that divides it"
-        )
+        raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={parts}; use one that divides it")
     return total // parts

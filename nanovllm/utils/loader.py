@@ -25,12 +25,12 @@ _DUMMY_EMBEDDING_STD = 0.04
 _COMPARED_ROWS = 4096
 
 
-def source_shape(source: Any) -> tuple[int, ...]:  # noqa: ANN401 (the slice's class has no public name)
+def source_shape(source: Any) -> tuple[int, ...]:
     """Shape of what a `weight_loader` gets: a tensor or a safetensors slice."""
     return tuple(source.shape) if isinstance(source, torch.Tensor) else tuple(source.get_shape())
 
 
-def default_weight_loader(param: nn.Parameter, source: Any) -> None:  # noqa: ANN401
+def default_weight_loader(param: nn.Parameter, source: Any) -> None:
     """Copy a whole tensor, converted to the parameter's dtype. Raises ValueError if the shapes differ."""
     if source_shape(source) != tuple(param.shape):
         raise ValueError(f"the checkpoint has shape {source_shape(source)}, the model needs {tuple(param.shape)}")
@@ -157,7 +157,7 @@ def _weight_files(path: str) -> list[str]:
     raise ValueError(f"{path} holds no *.safetensors file; give the directory of a complete checkpoint")
 
 
-def _open(file: str) -> Any:  # noqa: ANN401 (safe_open's handle has no public name)
+def _open(file: str) -> Any:
     """Map a safetensors file into memory and check its header against its size."""
     try:
         return safe_open(file, framework="pt")

@@ -68,7 +68,7 @@ def transformers_fields(path):
         "attention_bias",
     )
     fields = {name: getattr(config, name) for name in same}
-    fields["rope_theta"] = rope["rope_theta"] if "rope_theta" in rope else config.rope_theta
+    fields["rope_theta"] = rope["rope_theta"] if rope else config.rope_theta
     dtype = getattr(config, "dtype", None) or config.torch_dtype
     fields["dtype"] = dtype and str(dtype).removeprefix("torch.")
     return fields

@@ -1,0 +1,194 @@
+"""Offline throughput, with nano-vLLM's workload.
+
+    python bench.py                      random weights on Qwen3-0.6B's shapes; nothing is downloaded
+    python bench.py --model PATH         a real checkpoint
+    python bench.py --model-shape 8b --num-seqs 1 --input-len 128 --output-len 512 --temperature 0
+
+The default workload: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, all queued at once. After
+the timed run a few of its sequences are fed through the torch backend; a run whose logits differ does not count.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.utils.teacher_forcing import check_logits
+
+SHAPES = {
+    "tiny": dict(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=16384, tie_word_embeddings=True,
+    ),
+    "0.6b": dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+MAX_LOGITS_ERROR = 0.05  # ||ours - reference|| / ||reference|| of any position, in bfloat16
+MIN_DISTINCT_IDS = 1000
+Workload = tuple[list[list[int]], list[int]]  # prompts, output lengths
+
+
+def write_shape(name: str, directory: str) -> str:
+    """A folder with nothing but a config.json of the named shapes."""
+    common = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6,
+        max_position_embeddings=40960, attention_bias=False, torch_dtype="bfloat16",
+    )  # fmt: skip
+    (Path(directory) / "config.json").write_text(json.dumps(common | SHAPES[name]))
+    return directory
+
+
+def make_workload(seed: int, num_seqs: int, input_len: int | None, output_len: int | None, longest: int) -> Workload:
+    """Random prompts and output lengths of 100 to `longest` tokens, in nano-vLLM's order of random calls.
+
+    A given `input_len` or `output_len` replaces the random lengths.
+    """
+    rng = random.Random(seed)
+    shortest = min(100, longest)
+    prompts = [
+        [rng.randint(0, 10000) for _ in range(input_len or rng.randint(shortest, longest))] for _ in range(num_seqs)
+    ]
+    return prompts, [output_len or rng.randint(shortest, longest) for _ in range(num_seqs)]
+
+
+def run(llm: LLM, workload: Workload, temperature: float, use_tqdm: bool = False) -> tuple[float, list[list[int]]]:
+    """Seconds, and the completions."""
+    prompts, lengths = workload
+    params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in lengths]
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
+    return time.perf_counter() - start, [output["token_ids"] for output in outputs]
+
+
+def check_run(llm: LLM, workload: Workload, completions: list[list[int]], num_checked: int) -> dict[str, float]:
+    """Refuse a run that computed something else than the torch backend does. Exits with 1 then."""
+    prompts, lengths = workload
+    assert [len(ids) for ids in completions] == lengths, "a completion has the wrong length"
+    sample = list(zip(prompts, completions, strict=True))[:num_checked]
+    report = check_logits(llm, sample)
+    distinct = len({token_id for ids in completions for token_id in ids})
+    wanted = min(MIN_DISTINCT_IDS, sum(lengths) // 4)
+    if not report.max_error < MAX_LOGITS_ERROR:  # a NaN fails as well
+        sys.exit(f"the run does not count: logits are {report.max_error:.3f} away from the torch backend's")
+    if len(sample) > 1 and distinct <= wanted:
+        sys.exit(f"the run does not count: only {distinct} distinct ids")
+    return {
+        "checked_positions": report.num_positions,
+        "max_logits_error": report.max_error,
+        "same_argmax": report.same_argmax,
+        "distinct_ids": distinct,
+    }
+
+
+def environment(llm: LLM) -> dict[str, object]:
+    device = llm.model_runner.device
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+            capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "triton", "transformers", "flash_attn"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "versions": versions,
+        "commit": commit,
+        "dtype": str(llm.model_runner.dtype).removeprefix("torch."),
+        "backends": [llm.model_runner.prefill_backend.name, llm.model_runner.decode_backend.name],
+        "cuda_graphs": llm.model_runner.graphs is not None,
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory or hub id; default: random weights on --model-shape")
+    parser.add_argument("--model-shape", choices=SHAPES, help="default: 0.6b on a GPU, tiny on a CPU")
+    parser.add_argument("--num-seqs", type=int, help="default: 256 on a GPU, 32 on a CPU")
+    parser.add_argument("--input-len", type=int, help="tokens of every prompt; default: random, 100 to 1024")
+    parser.add_argument("--output-len", type=int, help="new tokens of every prompt; default: random, 100 to 1024")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--repeats", type=int, default=1, help="timed runs; the median counts")
+    parser.add_argument("--num-checked", type=int, default=8, help="sequences to check afterwards; 0: none")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON last")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    on_gpu = torch.cuda.is_available()
+    shape = args.model_shape or ("0.6b" if on_gpu else "tiny")
+    num_seqs = args.num_seqs or (256 if on_gpu else 32)
+    longest = 1024 if on_gpu else 128
+    if not on_gpu:
+        print(
+            f"No GPU: a small workload ({num_seqs} sequences of at most {longest} + {longest} tokens, {shape} shapes)"
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        start = time.perf_counter()
+        options = dict(load_format="dummy", skip_tokenizer_init=True) if args.model is None else {}
+        llm = LLM(
+            args.model or write_shape(shape, directory),
+            max_model_len=args.max_model_len,
+            attention_backend=args.attention_backend,
+            enforce_eager=args.enforce_eager,
+            seed=0,
+            **options,
+        )
+    print(f"Started in {time.perf_counter() - start:.1f}s")
+    run(llm, make_workload(1, num_seqs, args.input_len, min(args.output_len or 32, 32), longest), args.temperature)
+
+    workload = make_workload(0, num_seqs, args.input_len, args.output_len, longest)
+    num_tokens = sum(workload[1])
+    times, completions = [], []
+    for _ in range(args.repeats):
+        seconds, completions = run(llm, workload, args.temperature, use_tqdm=sys.stderr.isatty())
+        times.append(seconds)
+        print(f"Total: {num_tokens}tok, Time: {seconds:.2f}s, Throughput: {num_tokens / seconds:.2f}tok/s")
+    median = statistics.median(times)
+    checks = check_run(llm, workload, completions, args.num_checked) if args.num_checked else {}
+    if checks:
+        print(
+            f"Checked: {checks['checked_positions']} positions of {min(args.num_checked, num_seqs)} sequences against "
+            f"the torch backend, largest error of the logits {checks['max_logits_error']:.4f}"
+        )
+    if args.json:
+        result = environment(llm) | {
+            "model": args.model or f"random weights, {shape} shapes",
+            "num_seqs": num_seqs,
+            "prompt_tokens": sum(map(len, workload[0])),
+            "tokens": num_tokens,
+            "seconds": round(median, 4),
+            "all_seconds": [round(t, 4) for t in times],
+            "tok_per_s": round(num_tokens / median, 2),
+        }
+        print(json.dumps(result | checks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What every engine test is measured against: transformers' own greedy `generate`, on the CPU in float32.
+
+Equality of tokens says something only where the reference is sure of each token and does not repeat itself, so a
+`Reference` carries its smallest margin, and `assert_decisive` comes before any comparison.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+# Between the best two logits. Float32 on another order of summation moves logits by about 1e-5.
+MIN_GAP = 1e-3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A greedy completion and the smallest gap between the two best logits over all of its steps."""
+
+    token_ids: list[int]
+    smallest_gap: float
+
+
+def random_prompt(length: int, vocab_size: int = 512, seed: int = 0) -> list[int]:
+    """The same ids for the same arguments; prompts of different length or seed share no prefix."""
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+def reference_generate(path: str, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> Reference:
+    """What transformers generates greedily; computed once a session. With `eos`, any of these ids ends it."""
+    return _generate(path, tuple(prompt), max_tokens, eos)
+
+
+def decisive_tokens(path: str, prompt: list[int], max_tokens: int) -> list[int]:
+    """The reference completion, shown to be clear and varied enough to compare with."""
+    reference = reference_generate(path, prompt, max_tokens)
+    assert_decisive(reference)
+    return reference.token_ids
+
+
+def assert_decisive(reference: Reference, min_distinct: int | None = None) -> None:
+    """The reference is sure of every token, and at least `min_distinct` of them differ (10, and a quarter of all)."""
+    if min_distinct is None:
+        min_distinct = max(10, len(reference.token_ids) // 4)
+    distinct = len(set(reference.token_ids))
+    assert distinct >= min_distinct, f"only {distinct} distinct ids in {reference.token_ids}: choose another seed"
+    assert reference.smallest_gap > MIN_GAP, f"gap {reference.smallest_gap:.1e} leaves a tie: choose another seed"
+
+
+@lru_cache(maxsize=None)
+def _generate(path: str, prompt: tuple[int, ...], max_tokens: int, eos: tuple[int, ...]) -> Reference:
+    ids = torch.tensor([prompt])
+    output = load_reference_model(path).generate(
+        ids,
+        # Without it, transformers masks every id of the prompt that happens to be the padding id.
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=max_tokens,
+        eos_token_id=list(eos) or None,
+        do_sample=False,
+        temperature=None,
+        top_k=None,
+        top_p=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.cat(output.logits).topk(2).values
+    return Reference(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).min().item())
+
+
+@lru_cache(maxsize=4)
+def load_reference_model(path: str) -> torch.nn.Module:
+    """transformers' model in float32, with the RoPE base that config.json names."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(path).float().eval()
+    # No EOS of the checkpoint ends a completion, only those that a test asks for.
+    model.generation_config.eos_token_id = None
+    raw = json.loads((Path(path) / "config.json").read_text())
+    theta = (raw.get("rope_parameters") or raw)["rope_theta"]
+    inv_freq = model.model.rotary_emb.inv_freq
+    expected = theta ** -(torch.arange(len(inv_freq)) / len(inv_freq))
+    torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)  # transformers 4.51 may miss a 5.x spelling
+    return model
+
+
+def save_with_random_vectors(path: str, out: str, seed: int, **save_kwargs: object) -> str:
+    """A copy of a checkpoint whose norm weights and biases are random: fresh models have ones and zeros there, which
+    would hide a norm weight or a bias that nobody applies."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(path)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            noise = torch.rand(parameter.shape, generator=generator) - 0.5
+            parameter.data = noise if name.endswith("bias") else 1 + noise
+    model.save_pretrained(out, **save_kwargs)
+    return out
