@@ -118,6 +118,7 @@ def environment(llm: LLM) -> dict[str, object]:
         "commit": commit,
         "dtype": str(llm.model_runner.dtype).removeprefix("torch."),
         "backends": [llm.model_runner.prefill_backend.name, llm.model_runner.decode_backend.name],
+        "overlap": llm.config.overlap,
         "cuda_graphs": llm.model_runner.graphs is not None,
     }
 
@@ -133,6 +134,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="settle a step before the next is launched")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs; the median counts")
     parser.add_argument("--num-checked", type=int, default=8, help="sequences to check afterwards; 0: none")
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
@@ -157,6 +159,7 @@ def main() -> None:
             max_model_len=args.max_model_len,
             attention_backend=args.attention_backend,
             enforce_eager=args.enforce_eager,
+            overlap=not args.no_overlap,
             seed=0,
             **options,
         )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # ---- Sums: the part of the training that can be checked ----
 
 HELD_OUT_PERCENT = 22
+REQUIRED_ACCURACY = 0.95
 SUM_PHRASINGS = (
     "What is {a} + {b}?",
     "What is {a} plus {b}?",
@@ -178,24 +179,23 @@ def make_story(rng: random.Random, hero: str) -> str:
 
 
 def ask_sum(rng: random.Random) -> tuple[str, str]:
-    """A sum of two numbers below 100 that is not held out, or, one time in three, one with a number of three digits."""
+    """A sum that is not held out: two times in three of numbers below 100, else of numbers below 1000."""
     while True:
-        a, b = (
-            (rng.randrange(100), rng.randrange(100))
-            if rng.random() < 2 / 3
-            else (rng.randrange(1000), rng.randrange(1000))
-        )
+        limit = 100 if rng.random() < 2 / 3 else 1000
+        a, b = rng.randrange(limit), rng.randrange(limit)
         if not is_held_out(a, b):
             return rng.choice(SUM_PHRASINGS).format(a=a, b=b), str(a + b)
 
 
 def ask_count(rng: random.Random) -> tuple[str, str]:
-    first, last = rng.randrange(100), rng.randrange(100)
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         first, last = 1, rng.randrange(2, 51)
-    last = max(min(last, first + 20), first - 20)
+        question = f"Count to {last}."
+    else:
+        first = rng.randrange(100)
+        last = min(max(first + rng.randrange(-12, 20), 0), 99)
+        question = f"Count from {first} to {last}."
     step = 1 if last >= first else -1
-    question = f"Count to {last}." if first == 1 and rng.random() < 0.5 else f"Count from {first} to {last}."
     return question, ", ".join(str(n) for n in range(first, last + step, step)) + "."
 
 
@@ -395,15 +395,7 @@ def check_tokenizer(out: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(out)
-    for text in (
-        "What is 27 + 58?",
-        " two  spaces\n\n\ttab ",
-        "naïve café",
-        "你好，世界",
-        "👩‍🚀🚀",
-        "½ of 123",
-        "\x00\x7f",
-    ):
+    for text in ("What is 27 + 58?", " two  spaces\n\n\ttab ", "naïve café, ½", "你好，世界", "👩‍🚀🚀", "\x00\x7f"):
         assert tokenizer.decode(tokenizer.encode(text)) == text, text
     digits = tokenizer.tokenize("1234567890")
     assert len(digits) == 10, digits
@@ -459,7 +451,7 @@ class SamplePool:
 
 # ---- Training ----
 
-TOKENS_PER_STEP = 65_536
+TOKENS_PER_STEP = 32_768
 # Every other step has short rows, where most samples start at position 0 or near it, as a lone prompt does; the long
 # rows teach the model to answer at any position of a longer conversation.
 ROW_LENGTHS = (64, 512)
@@ -577,29 +569,30 @@ def complete(model: Qwen3ForCausalLM, tokenizer: Tokenizer, question: str, max_t
     prompt_length, stop = len(tokens), {tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)}
     with torch.inference_mode():
         while len(tokens) < prompt_length + max_tokens:
-            token = (
-                model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False)
-                .logits[0, -1]
-                .argmax()
-                .item()
-            )
+            input_ids = torch.tensor([tokens], device=model.device)
+            token = model(input_ids=input_ids, use_cache=False).logits[0, -1].argmax().item()
             if token in stop:
                 break
             tokens.append(token)
     return tokenizer.decode(tokens[prompt_length:])
 
 
+def load_model(out: Path, dtype: torch.dtype, device: torch.device) -> Qwen3ForCausalLM:
+    """The saved model, as a user loads it; a later .to(dtype) would round the RoPE frequencies too."""
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(out, torch_dtype=dtype).to(device).eval()
+
+
 def evaluate(out: Path, device: torch.device, pairs: list[tuple[int, int]]) -> dict[str, dict[str, float]]:
     """Measure the saved folder on the held-out sums; returns phrasing -> {dtype: share, both prompt forms together}."""
     import torch
     from tokenizers import Tokenizer
-    from transformers import Qwen3ForCausalLM
 
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    model = Qwen3ForCausalLM.from_pretrained(out).to(device).eval()
     results: dict[str, dict[str, float]] = {phrasing: {} for phrasing in SUM_PHRASINGS}
     for dtype in (torch.bfloat16, torch.float32):
-        model = model.to(dtype)
+        model = load_model(out, dtype, device)
         for phrasing, shares in results.items():
             by_form = [sum_accuracy(model, tokenizer, phrasing, thinking, pairs) for thinking in (True, False)]
             shares[str(dtype).removeprefix("torch.")] = sum(by_form) / len(by_form)
@@ -654,9 +647,9 @@ still differ in the last bits from one machine to another, so expect an equivale
 
 ## What can be checked
 Sums of two numbers from 0 to 99. A hash in the script (`is_held_out`) keeps {held_out:,} of the 5,050 unordered pairs
-({held_out_share:.1%}) out of the training, in both orders and in every phrasing. Below: the share of {measured:,} ordered
-held-out pairs that the saved weights answer exactly at temperature 0, the digits of the sum and then the end of the
-turn, averaged over the two prompt forms (`enable_thinking` true and false).
+({held_out_share:.1%}) out of the training, in both orders and in every phrasing. Below: the share of {measured:,}
+ordered held-out pairs that the saved weights answer exactly at temperature 0, the digits of the sum and then the end of
+the turn, averaged over the two prompt forms (`enable_thinking` true and false).
 
 | Question | computed in float32 | computed in bfloat16 |
 |---|---|---|
@@ -682,7 +675,7 @@ def write_model_card(out: Path, facts: dict, results: dict[str, dict[str, float]
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    model = transformers.Qwen3ForCausalLM.from_pretrained(out).float().to(device).eval()
+    model = load_model(out, torch.float32, device)
     rows = [f"| `{phrasing}` | {s['float32']:.2%} | {s['bfloat16']:.2%} |" for phrasing, s in results.items()]
     examples = [f"- **{question}** {complete(model, tokenizer, question)}" for question in SHOWN_QUESTIONS]
     print("\n".join(examples))
@@ -707,8 +700,8 @@ def write_model_card(out: Path, facts: dict, results: dict[str, dict[str, float]
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the bundled tiny-qwen3 model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to measure with --eval-only")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--minutes", type=float, default=4.0, help="longest time to train for")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--minutes", type=float, default=3.0, help="longest time to train for")
     parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
@@ -758,6 +751,11 @@ def main() -> None:
     }
     write_model_card(args.out, facts, results, device)
     print(f"{steps} steps in {seconds:.0f} s; wrote {args.out}")
+    worst = min(share for shares in results.values() for share in shares.values())
+    if worst < REQUIRED_ACCURACY and not args.smoke:
+        raise SystemExit(
+            f"only {worst:.2%} of the held-out sums are right in the worst phrasing: do not ship this model"
+        )
 
 
 if __name__ == "__main__":

@@ -54,9 +54,10 @@ class LLM(LLMEngine):
     def _run_until_finished(self, seqs: list[Sequence], bar: tqdm) -> None:
         own = {seq.seq_id for seq in seqs}
         rates = {"Prefill": 0.0, "Decode": 0.0}
-        while own:
+        while own or self._in_flight:
             start = perf_counter()
-            outputs, num_tokens = self._advance()
+            # When all have ended, the step still in flight is settled and no other is launched.
+            outputs, num_tokens = self._advance(launch=bool(own))
             phase = "Prefill" if num_tokens > 0 else "Decode"
             rates[phase] = abs(num_tokens) / (perf_counter() - start)
             bar.set_postfix({name: f"{int(rate)}tok/s" for name, rate in rates.items()}, refresh=False)

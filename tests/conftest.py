@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,9 @@ def bundled_model() -> str:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """Makes tiny random Qwen3 checkpoints with transformers: `tiny_model(seed=0, **config)` -> directory.
 
-    The same arguments give the same directory. Weights are wide enough (std 0.2) that logits differ clearly.
+    The same arguments give the same directory. Weights are wide enough (std 0.2) that logits differ clearly. They are
+    drawn here, so that they depend on no version of torch or transformers, and norm weights and biases are random
+    too: the ones and zeros of a fresh model would hide that nobody applies them.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -61,10 +64,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
                 "eos_token_id": None,
                 "bos_token_id": None,
                 "pad_token_id": None,
-                "initializer_range": std,
             }
-            torch.manual_seed(seed)
             model = Qwen3ForCausalLM(Qwen3Config(**(settings | overrides))).eval()
+            rng = np.random.default_rng(seed)
+            for name, param in sorted(model.named_parameters()):
+                noise = torch.from_numpy(rng.standard_normal(param.shape, dtype=np.float32)) * std
+                param.data.copy_(1 + noise if name.endswith("norm.weight") else noise)
             path = tmp_path_factory.mktemp("model")
             model.save_pretrained(path, max_shard_size=max_shard_size)
             made[key] = str(path)

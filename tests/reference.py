@@ -85,18 +85,3 @@ def load_reference_model(path: str) -> torch.nn.Module:
     expected = theta ** -(torch.arange(len(inv_freq)) / len(inv_freq))
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)  # transformers 4.51 may miss a 5.x spelling
     return model
-
-
-def save_with_random_vectors(path: str, out: str, seed: int, **save_kwargs: object) -> str:
-    """A copy of a checkpoint whose norm weights and biases are random: fresh models have ones and zeros there, which
-    would hide a norm weight or a bias that nobody applies."""
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(path)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            noise = torch.rand(parameter.shape, generator=generator) - 0.5
-            parameter.data = noise if name.endswith("bias") else 1 + noise
-    model.save_pretrained(out, **save_kwargs)
-    return out

@@ -6,14 +6,15 @@
 import logging
 import random
 import weakref
+from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
 from nanovllm.config import Config, config_from_kwargs
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.inputs import Prompt, PromptEncoder
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.scheduler import Output, Scheduler
+from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.scheduler import Batch, Output, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -55,6 +56,7 @@ class LLMEngine:
         )
         self._seq_ids = count()
         self._seeds = random.Random(self.config.seed)
+        self._in_flight: deque[tuple[Batch, StepHandle | None]] = deque()
         self._unreported: list[tuple[int, list[int]]] = []  # ended inside generate, but queued by add_request
 
     # ------------------------------------------------------------------ requests
@@ -94,16 +96,27 @@ class LLMEngine:
         finished += [(seq.seq_id, seq.completion_token_ids) for seq, _, reason in outputs if reason is not None]
         return finished, num_tokens
 
-    def _advance(self) -> tuple[list[Output], int]:
-        """Schedule, run and commit one step: the one loop body behind `step` and `generate`."""
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return [], 0
+    def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
+        """Launch step N, then settle step N-1 while the device works: the one loop body behind `step` and `generate`.
+
+        Who owns what with a step in flight: its sequences' rows and blocks may be given to others at settling, since a
+        later launch on the same stream comes after it; its ids come to the host in a buffer of their own; a prefix
+        becomes shareable only when settled. Without `overlap` a step is settled before the next is launched.
+        """
+        depth = (2 if self.config.overlap else 1) if launch else 0
         try:
-            token_ids = self.model_runner.run(batch)
+            while len(self._in_flight) < depth and (batch := self.scheduler.schedule()) is not None:
+                self._in_flight.append((batch, None))
+                self._in_flight[-1] = (batch, self.model_runner.launch(batch))
+            if not self._in_flight:
+                return [], 0
+            batch, handle = self._in_flight[0]
+            token_ids = handle.wait()
         except BaseException:
-            self.scheduler.rollback(batch)
+            while self._in_flight:
+                self.scheduler.rollback(self._in_flight.pop()[0])
             raise
+        self._in_flight.popleft()
         outputs = self.scheduler.postprocess(batch, token_ids)
         return outputs, batch.num_tokens if batch.is_prefill else -len(batch.rows)
 

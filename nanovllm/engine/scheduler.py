@@ -167,7 +167,7 @@ class Scheduler:
         sampled = iter(token_ids)
         for seq, start, count, samples in zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True):
             token_id = next(sampled) if samples else None
-            if seq.is_finished:  # it ended while this step was in flight: the token is one too many
+            if seq.row < 0:  # it ended, or was rolled back, while this step was in flight: the token does not count
                 continue
             seq.num_computed_tokens = start + count
             self.block_manager.register_blocks(seq, start)
@@ -181,11 +181,17 @@ class Scheduler:
         return outputs
 
     def rollback(self, batch: Batch) -> None:
-        """Undo a step that failed or was interrupted: its sequences wait again, in order, with all their tokens."""
+        """Undo a step that failed or was interrupted: its sequences wait again, in order, with all their tokens.
+
+        Of several steps in flight the newest goes first. An older one that is not rolled back has to be settled
+        before the next `schedule()`.
+        """
         self.num_in_flight -= 1
         for seq in reversed(batch.seqs):
             if not seq.is_finished:
                 self._requeue(seq)
+        # Two steps in flight share some sequences and not others; putting back one after the other mixes them up.
+        self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.seq_id))
 
     def _finish_reason(self, seq: Sequence) -> str | None:
         if not seq.ignore_eos and seq.last_token in self.eos_token_ids:

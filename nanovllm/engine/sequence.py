@@ -135,9 +135,12 @@ class Sequence:
         self.num_tokens += 1
 
     def __getstate__(self) -> dict[str, object]:
-        """Pickle small: past its prefill, a sequence needs only its last token to go on, not the history."""
+        """Pickle small: once it decodes, a sequence needs only its last token to go on, not the history.
+
+        A preempted one is computed again, completion included, so having passed its prompt is not enough.
+        """
         state = {name: getattr(self, name) for name in self.__slots__ if name != "block_hashes"}
-        if self.num_computed_tokens >= self.num_prompt_tokens:
+        if self.num_completion_tokens > 0 and self.num_computed_tokens + 1 >= self.num_tokens:
             state["token_ids"] = []
         return state
 

@@ -163,17 +163,19 @@ def _has_large_shared_memory(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def _tile_config(max_seqlen_q: int, row_bytes: int, has_large_shared_memory: bool) -> tuple[int, int, int, int]:
-    """(TILE_M, TILE_N, num_warps, num_stages); row_bytes is what one padded key takes."""
-    if row_bytes > 512:  # float32 with head_dim above 128
-        return (32, 32, 4, 1)
-    if row_bytes > 256:  # head_dim above 128, or float32
-        return (64, 32, 4, 2)
-    if max_seqlen_q <= 64:  # chunk tails and prefix hits that leave little to compute
-        return (64, 64, 4, 2)
+def _tile_config(
+    max_seqlen_q: int, dim_pad: int, dtype: torch.dtype, has_large_shared_memory: bool
+) -> tuple[int, int, int, int]:
+    """(TILE_M, TILE_N, num_warps, num_stages). 8 warps are two of Hopper's warp groups, 64 rows of TILE_M each."""
+    if dtype == torch.float32:  # no tensor cores: larger tiles would not fit into the registers
+        return (32, 32, 4, 1) if dim_pad <= 64 else (32, 16, 8, 1)
+    if max_seqlen_q <= 64:  # chunk tails, and prompts of which the prefix cache leaves little
+        return (64, 64, 4, 2) if dim_pad <= 128 else (64, 32, 4, 2)
     if not has_large_shared_memory:
-        return (128, 64, 8, 2)
-    return (128, 128, 8, 3) if row_bytes <= 128 else (128, 128, 8, 2)
+        return (128, 64, 8, 2) if dim_pad <= 128 else (64, 32, 4, 2)
+    if dim_pad <= 64:
+        return (128, 128, 8, 3)
+    return (128, 128, 8, 2) if dim_pad <= 128 else (128, 64, 8, 2)
 
 
 def prefill_attention(
@@ -202,7 +204,7 @@ def prefill_attention(
     num_seqs = cu_seqlens_q.shape[0] - 1
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     tile_m, tile_n, num_warps, num_stages = _tile_config(
-        max_seqlen_q, dim_pad * q.element_size(), _has_large_shared_memory(q.device)
+        max_seqlen_q, dim_pad, q.dtype, _has_large_shared_memory(q.device)
     )
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     _prefill_kernel[(num_tokens // tile_m + num_seqs, num_heads)](

@@ -35,9 +35,10 @@ def _log_exponential_noise(seed, position, token):
     key1 = _mix(high ^ _mix(key0 + 0x85EBCA6B))
     bits = _mix(_mix(token.to(tl.uint32) ^ key0) + key1)
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32: uniform in (0, 1]
-    # -log(1 - v) loses all precision near 0, where the winners are: its series there.
-    small = v * (1.0 + v * (0.5 + v * 0.3333333333333333))
-    return tl.log(tl.where(v < 0.015625, small, -tl.log(1.0 - v)))
+    # -log(1 - v) loses all precision near 0, where the winners are: its series there. log2 is one instruction, log twelve.
+    series = v * (1.0 + v * (0.5 + v * 0.3333333333333333))
+    exponential = tl.where(v < 0.015625, series, tl.log2(1.0 - v) * -0.6931471805599453)
+    return tl.log2(exponential) * 0.6931471805599453
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def sample(
     """One token id per row, [B] int64.
 
     logits [B, V] of any float dtype, rows may be strided; temperatures [B] float32, 0 takes the exact argmax; seeds [B]
-    int64; positions [B] int32 or int64, the position in its sequence of the token to be sampled.
+    int64 and positions [B] int32 or int64 are the keys of the noise. NaN logits never win; the id is always in range.
     """
     batch, vocab_size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must be contiguous"

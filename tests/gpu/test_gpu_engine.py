@@ -149,16 +149,16 @@ def test_bfloat16_is_as_precise_as_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(**QWEN3_06B, rope_theta=1e6, initializer_range=0.04, eos_token_id=None, bos_token_id=None)
     with torch.device("cuda"):
-        reference = Qwen3ForCausalLM(config).bfloat16().eval()
-    reference.save_pretrained(tmp_path)
+        Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
     prompts = random_prompts(4, 300, 700, vocab_size=151936)
 
-    def logits_of(model: Qwen3ForCausalLM) -> list[torch.Tensor]:
+    def logits_in(dtype: torch.dtype) -> list[torch.Tensor]:
+        # Loaded anew: casting a live model would round its RoPE frequencies too.
+        model = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=dtype).cuda().eval()
         with torch.inference_mode():
             return [model(torch.tensor([p], device="cuda")).logits[0].float() for p in prompts]
 
-    theirs, exact = logits_of(reference), logits_of(reference.float())
-    del reference
+    theirs, exact = logits_in(torch.bfloat16), logits_in(torch.float32)
     torch.cuda.empty_cache()
     llm = LLM(str(tmp_path), skip_tokenizer_init=True, gpu_memory_utilization=0.5, max_model_len=2048)
     runner = llm.model_runner
