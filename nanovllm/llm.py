@@ -53,14 +53,17 @@ class LLM(LLMEngine):
 
     def _run_until_finished(self, seqs: list[Sequence], bar: tqdm) -> None:
         own = {seq.seq_id for seq in seqs}
-        rates = {"Prefill": 0.0, "Decode": 0.0}
+        tokens = {"Prefill": 0, "Decode": 0}
+        seconds = {"Prefill": 0.0, "Decode": 0.0}
         while own or self._in_flight:
             start = perf_counter()
             # When all have ended, the step still in flight is settled and no other is launched.
             outputs, num_tokens = self._advance(launch=bool(own))
             phase = "Prefill" if num_tokens > 0 else "Decode"
-            rates[phase] = abs(num_tokens) / (perf_counter() - start)
-            bar.set_postfix({name: f"{int(rate)}tok/s" for name, rate in rates.items()}, refresh=False)
+            # Averages over the call: with a step in flight the time of a single one says little.
+            tokens[phase] += abs(num_tokens)
+            seconds[phase] += perf_counter() - start
+            bar.set_postfix({p: f"{tokens[p] / (seconds[p] or 1):.0f}tok/s" for p in tokens}, refresh=False)
             for seq, _, reason in outputs:
                 if reason is None:
                     continue

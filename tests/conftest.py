@@ -8,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     # Interpreted kernels and small matrices gain nothing from threads, and lose a lot to those of other processes.
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)
 
 from collections.abc import Callable
 from pathlib import Path

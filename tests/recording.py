@@ -116,8 +116,13 @@ def assert_idle(llm: LLM) -> None:
 
 @contextmanager
 def engine(path: str, **kwargs: object) -> Iterator[tuple[LLM, Recording]]:
-    """An observed LLM on the CPU, without a tokenizer unless asked for; idle again when the test is through with it."""
-    llm = LLM(path, **({"device": "cpu", "skip_tokenizer_init": True} | kwargs))
+    """An observed LLM on the CPU, without a tokenizer unless asked for; idle again when the test is through with it.
+
+    The pool holds 16,384 tokens unless told otherwise: checking the books takes time in proportion to it.
+    """
+    num_blocks = 16384 // kwargs.get("kvcache_block_size", 256)
+    defaults = {"device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": num_blocks}
+    llm = LLM(path, **(defaults | kwargs))
     try:
         yield llm, observe(llm)
         assert_idle(llm)

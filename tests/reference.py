@@ -4,6 +4,8 @@ Equality of tokens says something only where the reference is sure of each token
 `Reference` carries its smallest margin, and `assert_decisive` comes before any comparison.
 """
 
+import atexit
+import gc
 import json
 import random
 from dataclasses import dataclass
@@ -74,9 +76,7 @@ def _generate(path: str, prompt: tuple[int, ...], max_tokens: int, eos: tuple[in
 @lru_cache(maxsize=4)
 def load_reference_model(path: str) -> torch.nn.Module:
     """transformers' model in float32, with the RoPE base that config.json names."""
-    from transformers import Qwen3ForCausalLM
-
-    model = Qwen3ForCausalLM.from_pretrained(path).float().eval()
+    model = _import_qwen3().from_pretrained(path).float().eval()
     # No EOS of the checkpoint ends a completion, only those that a test asks for.
     model.generation_config.eos_token_id = None
     raw = json.loads((Path(path) / "config.json").read_text())
@@ -85,3 +85,13 @@ def load_reference_model(path: str) -> torch.nn.Module:
     expected = theta ** -(torch.arange(len(inv_freq)) / len(inv_freq))
     torch.testing.assert_close(inv_freq, expected, rtol=1e-5, atol=0)  # transformers 4.51 may miss a 5.x spelling
     return model
+
+
+@lru_cache
+def _import_qwen3() -> type[torch.nn.Module]:
+    from transformers import Qwen3ForCausalLM
+
+    # That made a million objects, which every engine that exits would search for garbage; spare them until the end.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    return Qwen3ForCausalLM

@@ -1,7 +1,7 @@
 """The interface between the attention layers and whatever computes attention over the paged KV cache.
 
-`ModelRunner` picks one backend for prefill and one for decode at start (`select_backends`); every `Attention` layer then
-calls them with the metadata of the step. Keys and values have been stored in the cache before either method is called.
+`ModelRunner` picks one backend for prefill and one for decode at start (`select_backends`); every `Attention` layer
+then calls them with the metadata of the step. Keys and values are in the cache before either method is called.
 
 Shapes. T: tokens computed in the step; B: sequences; W: block-table width; Hq, Hkv: query and KV heads of this rank
 (Hq a multiple of Hkv); D: head_dim; bs: block size. Token j of a sequence lives in the cache at block

@@ -14,7 +14,7 @@ import torch
 from nanovllm.backends import select_backends
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
-from nanovllm.engine.row_tables import RowTables, upload
+from nanovllm.engine.row_tables import DecodeInputs, RowTables, upload
 from nanovllm.engine.scheduler import Batch
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Sampler
@@ -74,6 +74,8 @@ class ModelRunner:
         peak = self._warm_up() if self.device.type == "cuda" else 0
         self.num_kvcache_blocks = self._num_kvcache_blocks(peak, use_graphs)
         self._bind_cache(self.num_kvcache_blocks)
+        if self.device.type == "cuda":
+            self._compile()
         if use_graphs:
             self.graphs = DecodeGraphs(self._decode, self.max_num_rows, self.tables.pad_row, self.device)
             self.graphs.capture(graph_sizes(self.max_num_rows))
@@ -118,19 +120,36 @@ class ModelRunner:
         # Full-length prompts, and never more of them than may run.
         lengths = [self.max_model_len] * (num_tokens // self.max_model_len) + [num_tokens % self.max_model_len]
         lengths = [n for n in lengths if n][: self.max_num_rows]
-        batch = Batch(is_prefill=True)
-        batch.rows, batch.starts, batch.counts = [self.tables.pad_row] * len(lengths), [0] * len(lengths), lengths
-        batch.token_ids = [[0] * n for n in lengths]
-        batch.samples = [True] * len(lengths)
-        input_ids, positions, context = self.prepare_prefill(batch)
+        input_ids, positions, context = self.prepare_prefill(self._dummy_prefill(lengths))
         # Every running sequence may end its prefill in one step.
-        context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
         rows = torch.full((self.max_num_rows,), self.tables.pad_row, device=self.device)
-        self._sample(self.compute_logits(input_ids, positions, context), rows, rows)
+        context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
+        logits = self.compute_logits(input_ids, positions, context)
+        self.sampler(logits, self.tables.temperatures[rows], self.tables.seeds[rows], rows)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
         return peak
+
+    def _dummy_prefill(self, lengths: list[int], start: int = 0) -> Batch:
+        """Prompts of token 0 in the padding row, from position `start` on."""
+        batch = Batch(is_prefill=True, counts=lengths)
+        batch.rows, batch.starts = [self.tables.pad_row] * len(lengths), [start] * len(lengths)
+        batch.token_ids, batch.samples = [[0] * n for n in lengths], [True] * len(lengths)
+        return batch
+
+    def _compile(self) -> None:
+        """Run every kernel variant that a later step may need once, so that nothing is compiled in the middle of work.
+
+        Variants: short and long chunks, keys in the step or in the cache, and each number of rows that has kernels of
+        its own. Block 0 is written, and holds nothing yet.
+        """
+        from nanovllm.kernels.small_linear import MAX_ROWS
+
+        for length in (*range(1, MAX_ROWS + 1), min(300, self.max_model_len - 1, self.config.max_num_batched_tokens)):
+            self._launch_prefill(self._dummy_prefill([length]))
+            self._launch_prefill(self._dummy_prefill([length], start=1))
+            self._decode(*upload([[self.tables.pad_row] * length, [0] * length], torch.int64, self.device))
 
     def _num_kvcache_blocks(self, peak: int, use_graphs: bool) -> int:
         if self.config.num_kvcache_blocks > 0:
@@ -237,7 +256,12 @@ class ModelRunner:
         rows = [batch.rows[i] for i in lines]
         ends = [batch.starts[i] + batch.counts[i] for i in lines]
         device_rows, device_ends = upload([rows, ends], torch.int64, self.device)
-        return self._sample(logits, device_rows, device_ends, self.tables.all_greedy(rows))
+        tables = self.tables
+        ids = self.sampler(
+            logits, tables.temperatures[device_rows], tables.seeds[device_rows], device_ends, tables.all_greedy(rows)
+        )
+        tables.last_tokens[device_rows] = ids
+        return ids
 
     def prepare_decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions [B]: all that a decode step needs from the host."""
@@ -246,26 +270,30 @@ class ModelRunner:
 
     def _decode(self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool = False) -> torch.Tensor:
         """One decode step, rows and positions [B] -> ids [B]. Captured as it stands by the CUDA graphs."""
-        return self._sample(self.decode_logits(rows, positions), rows, positions + 1, all_greedy)
+        inputs = self.tables.decode_inputs(rows, positions, self.block_size)
+        logits = self._decode_logits(inputs)
+        # The new token stands right behind the context.
+        ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
+        self.tables.last_tokens[rows] = ids
+        return ids
 
     @torch.inference_mode()
     def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab] behind each row's last token, whose K/V is written at its position; position -1 pads."""
-        tables = self.tables
-        is_real = positions >= 0
-        safe_positions = positions.clamp(min=0)
-        block_tables = tables.block_tables[rows]
-        blocks = block_tables.gather(1, (safe_positions // self.block_size).unsqueeze(1)).squeeze(1)
-        slots = blocks * self.block_size + safe_positions % self.block_size
+        return self._decode_logits(self.tables.decode_inputs(rows, positions, self.block_size))
+
+    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor:
         context = Context(
-            slot_mapping=torch.where(is_real, slots, -1).int(),
-            block_tables=block_tables,
-            context_lens=(positions + 1).int(),
+            slot_mapping=inputs.slot_mapping,
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
             # A capturable backend shapes its launch by the bound that holds for every replay. It does so without a
             # graph as well, so that both give the same bits.
-            max_context_len=self.max_model_len if self.decode_backend.supports_cuda_graph else int(positions.max()) + 1,
+            max_context_len=self.max_model_len
+            if self.decode_backend.supports_cuda_graph
+            else int(inputs.context_lens.max()),
         )
-        return self.compute_logits(tables.last_tokens[rows], safe_positions, context)
+        return self.compute_logits(inputs.input_ids, inputs.positions, context)
 
     @torch.inference_mode()
     def compute_logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
@@ -275,15 +303,6 @@ class ModelRunner:
             return self.model.compute_logits(self.model(input_ids, positions))
         finally:
             reset_context()
-
-    def _sample(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool = False
-    ) -> torch.Tensor:
-        """Sample the token at `positions` of each row, and leave it where the next decode step reads it."""
-        tables = self.tables
-        ids = self.sampler(logits, tables.temperatures[rows], tables.seeds[rows], positions, all_greedy)
-        tables.last_tokens[rows] = ids
-        return ids
 
     def exit(self) -> None:
         """Give back the device memory. May be called twice, and on a half-built runner."""

@@ -5,7 +5,7 @@ differences that a `Batch` carries. Since the last sampled token lives here too,
 host but rows and positions, and can be launched before the previous step's tokens have reached the host.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,18 @@ def upload(data: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.as_tensor(data, dtype=dtype)
     return torch.as_tensor(data, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+class DecodeInputs(NamedTuple):
+    """All that a decode step of B sequences reads, looked up from rows and positions."""
+
+    input_ids: torch.Tensor  # [B] int64
+    positions: torch.Tensor  # [B] int64; 0 in a padding row
+    slot_mapping: torch.Tensor  # [B] int32; -1 in a padding row
+    context_lens: torch.Tensor  # [B] int32; 0 in a padding row
+    block_tables: torch.Tensor  # [B, W] int32; undefined past a length
+    temperatures: torch.Tensor  # [B] float32
+    seeds: torch.Tensor  # [B] int64
 
 
 class RowTables:
@@ -58,6 +70,31 @@ class RowTables:
                 values.extend(block_ids)
             index = upload(cells, torch.int64, self.device)
             self.block_tables.view(-1)[index] = upload(values, torch.int32, self.device)
+
+    def decode_inputs(self, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> DecodeInputs:
+        """Look up a decode step's inputs; rows, positions [B] int64, position -1 in a padding row."""
+        if rows.is_cuda:
+            from nanovllm.kernels.prepare_decode import prepare_decode
+
+            tables = (self.last_tokens, self.block_tables, self.temperatures, self.seeds)
+            return DecodeInputs(*prepare_decode(rows, positions, *tables, block_size))
+        return self.decode_inputs_plain(rows, positions, block_size)
+
+    def decode_inputs_plain(self, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> DecodeInputs:
+        """The plain form, on any device."""
+        safe_positions = positions.clamp(min=0)
+        block_tables = self.block_tables[rows]
+        blocks = block_tables.gather(1, (safe_positions // block_size).unsqueeze(1)).squeeze(1)
+        slots = blocks * block_size + safe_positions % block_size
+        return DecodeInputs(
+            input_ids=self.last_tokens[rows],
+            positions=safe_positions,
+            slot_mapping=torch.where(positions >= 0, slots, -1).int(),
+            context_lens=(positions + 1).int(),
+            block_tables=block_tables,
+            temperatures=self.temperatures[rows],
+            seeds=self.seeds[rows],
+        )
 
     def all_greedy(self, rows: list[int]) -> bool:
         return all(self.temperatures_host[row] == 0.0 for row in rows)

@@ -167,7 +167,7 @@ class Scheduler:
         sampled = iter(token_ids)
         for seq, start, count, samples in zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True):
             token_id = next(sampled) if samples else None
-            if seq.row < 0:  # it ended, or was rolled back, while this step was in flight: the token does not count
+            if seq.is_finished:  # it ended while this step was in flight: the token is one too many
                 continue
             seq.num_computed_tokens = start + count
             self.block_manager.register_blocks(seq, start)
@@ -183,8 +183,8 @@ class Scheduler:
     def rollback(self, batch: Batch) -> None:
         """Undo a step that failed or was interrupted: its sequences wait again, in order, with all their tokens.
 
-        Of several steps in flight the newest goes first. An older one that is not rolled back has to be settled
-        before the next `schedule()`.
+        With several steps in flight all are undone, the newest first: a step rests on those before it. (Older ones may
+        be settled first instead.)
         """
         self.num_in_flight -= 1
         for seq in reversed(batch.seqs):

@@ -120,7 +120,7 @@ def _combine_kernel(
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Weigh the splits of one query head by their sums of exponentials; sequences of a single split are done already."""
+    """Weigh the splits of one query head by their sums of exponentials; single splits are the result already."""
     head, seq = tl.program_id(0), tl.program_id(1)
     context_len = tl.load(context_lens_ptr + seq)
     split_size = _split_size(context_len, split_tokens, num_splits)
@@ -149,7 +149,7 @@ def _combine_kernel(
 
 
 def plan_splits(batch: int, num_kv_heads: int, max_context_len: int) -> tuple[int, int]:
-    """(tokens per split, number of splits) for lengths up to `max_context_len`; longer splits where these are too few."""
+    """(tokens per split, number of splits) for lengths up to `max_context_len`; beyond the caps splits grow larger."""
     rows = batch * num_kv_heads
     tokens = next((tokens for limit, tokens in SPLIT_TOKENS if rows <= limit), MAX_SPLIT_TOKENS)
     splits = min(triton.cdiv(max_context_len, tokens), MAX_SPLITS, MAX_PROGRAMS // rows)
@@ -159,8 +159,8 @@ def plan_splits(batch: int, num_kv_heads: int, max_context_len: int) -> tuple[in
 def _tile_config(split_tokens: int, row_bytes: int) -> tuple[int, int]:
     """(tokens per tile, num_stages); row_bytes is what one padded key takes.
 
-    num_stages - 1 tiles are on their way at a time. All configurations take 70 to 85 KB of shared memory at most, so that
-    a multiprocessor of an H200 holds three programs, and every GPU since Ampere at least one.
+    num_stages - 1 tiles are on their way at a time. No configuration takes more than 85 KB of shared memory, so that a
+    multiprocessor of an H200 holds two or three programs, and every GPU since Ampere at least one.
     """
     if row_bytes > 512:  # float32 with head_dim above 128
         return (16, 2)
@@ -189,7 +189,7 @@ def decode_attention(
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     tile, num_stages = _tile_config(split_tokens, dim_pad * q.element_size())
     out = torch.empty((batch, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    # With one split nothing is partial, and empty tensors keep the pointers' types, hence the compiled kernel, the same.
+    # With one split nothing is partial; empty tensors keep the pointers' types, hence the compiled kernel, the same.
     rows = batch * num_heads * num_splits if num_splits > 1 else 0
     partial_out = torch.empty((rows, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((rows,), dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
 """Where a tile of consecutive tokens lives in the paged cache; shared by the attention kernels.
 
-In two steps, so that a loop over tiles can look up the blocks of its next tile while it computes: else the latency of the
-look-up would come before every load of keys.
+In two steps, so that a loop over tiles can look up the blocks of its next tile while it computes: else the latency of
+the look-up would come before every load of keys.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Causal attention of many query tokens per sequence, flash-attention style; called by the triton backend for prefill.
 
 The sequences of a step are packed one after another (`cu_seqlens_q` [B + 1]: where each one's queries begin). A program
-computes one tile of TILE_M queries of one sequence for one query head: it walks over the keys in tiles of TILE_N and keeps
-a running maximum, sum of exponentials and weighted sum of values, so that the scores never leave the chip.
+computes one tile of TILE_M queries of one sequence for one query head: it walks over the keys in tiles of TILE_N and
+keeps a running maximum, sum of exponentials and weighted sum of values, so that the scores never leave the chip.
 
 The last query of a sequence sees all of its keys. With q_len queries and k_len keys, query i sees key j when
 j <= i + k_len - q_len, so a tile of queries splits the keys into three runs:
@@ -29,7 +29,7 @@ LOG2_E = 1.4426950408889634
 def _find_tile(cu_seqlens_ptr, num_seqs, program, TILE_M: tl.constexpr):
     """(sequence, tile within it) of a program; the tile may lie past the sequence's end.
 
-    Sequence i owns the programs from cu_seqlens[i] // TILE_M + i on: at least as many as it has tiles, and all sequences
+    Sequence i owns the programs from cu_seqlens[i] // TILE_M + i on: at least as many as it has tiles. All sequences
     together own T // TILE_M + B, which the host knows without looking at the lengths.
     """
     seq = -1
@@ -200,7 +200,9 @@ def prefill_attention(
         assert k.is_contiguous() and v.is_contiguous(), "a layer's cache is one contiguous slice"
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     for tensor in (q, k, v):
-        assert tensor.stride()[1:] == (head_dim, 1), f"a token's heads must be contiguous, got strides {tensor.stride()}"
+        assert tensor.stride()[1:] == (head_dim, 1), (
+            f"a token's heads must be contiguous, got strides {tensor.stride()}"
+        )
     num_seqs = cu_seqlens_q.shape[0] - 1
     dim_pad = max(16, triton.next_power_of_2(head_dim))
     tile_m, tile_n, num_warps, num_stages = _tile_config(

@@ -1,8 +1,8 @@
 """What happens between the qkv projection and attention, in one kernel: norm and rotate q and k, store k and v.
 
 Four small operations (q norm, k norm, RoPE, cache store) read and write the same few kilobytes per token; in one kernel
-a decode layer saves their latencies, and prefill their traffic. A program handles a few neighbouring heads of one token:
-query heads, or KV heads together with the values that belong to them.
+a decode layer saves their latencies, and prefill their traffic. A program handles a few neighbouring heads of one
+token: query heads, or KV heads together with the values that belong to them.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""RMSNorm over the hidden dimension, plain and fused with the residual addition before it; called by the `RMSNorm` layer.
+"""RMSNorm over the hidden dimension, plain and fused with the residual addition before it; for the `RMSNorm` layer.
 
 One program normalises one row. The arithmetic rounds where transformers' `Qwen3RMSNorm` rounds: the mean square and the
 scaling in float32, the result cast to the input's dtype, then multiplied by the weight.

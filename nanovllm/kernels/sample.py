@@ -1,8 +1,8 @@
 """Samples one token per row of the logits in one pass, without a softmax.
 
-Dividing an exponential variate into each probability and taking the largest is the same as drawing from the softmax, so
-a token's score is logit - temperature * log(E). E is a stateless function of (seed, position, token id): the exact
-definition, and the same function in PyTorch, is `nanovllm.layers.sampler.exponential_noise`.
+With E one exponential variate per token, the token of the largest logit - temperature * log(E) is a draw from the
+softmax of logits / temperature. E is a stateless function of (seed, position, token id): its definition, and the same
+function in PyTorch, is `nanovllm.layers.sampler.exponential_noise`.
 
 The vocabulary is cut into chunks, one program each, so that one row already fills the GPU. A chunk leaves its best
 (score, id); a second, tiny kernel picks the best chunk of a row. The lowest id wins a tie.
@@ -35,10 +35,9 @@ def _log_exponential_noise(seed, position, token):
     key1 = _mix(high ^ _mix(key0 + 0x85EBCA6B))
     bits = _mix(_mix(token.to(tl.uint32) ^ key0) + key1)
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2 ** -32: uniform in (0, 1]
-    # -log(1 - v) loses all precision near 0, where the winners are: its series there. log2 is one instruction, log twelve.
+    # -log(1 - v) loses all precision near 0, where the winners are: its series there.
     series = v * (1.0 + v * (0.5 + v * 0.3333333333333333))
-    exponential = tl.where(v < 0.015625, series, tl.log2(1.0 - v) * -0.6931471805599453)
-    return tl.log2(exponential) * 0.6931471805599453
+    return tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
 
 
 @triton.jit

@@ -41,7 +41,9 @@ def store_kvcache(
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     for tensor in (key, value):
-        assert tensor.stride()[1:] == (head_dim, 1), f"a token's heads must be contiguous, got strides {tensor.stride()}"
+        assert tensor.stride()[1:] == (head_dim, 1), (
+            f"a token's heads must be contiguous, got strides {tensor.stride()}"
+        )
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a layer's cache is one contiguous slice"
     size = num_kv_heads * head_dim
     block = triton.next_power_of_2(size)

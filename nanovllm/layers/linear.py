@@ -23,6 +23,15 @@ def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
     target.copy_(source)
 
 
+def is_small(x: torch.Tensor) -> bool:
+    """Whether `x` is on a GPU and has so few rows that the kernels of `small_linear.py` beat the library's GEMM."""
+    if not x.is_cuda:
+        return False
+    from nanovllm.kernels.small_linear import MAX_ROWS
+
+    return x.shape[0] <= MAX_ROWS
+
+
 class LinearBase(nn.Module, ABC):
     """A weight, an optional bias, and the rule by which a rank takes its part of them."""
 
@@ -42,8 +51,21 @@ class LinearBase(nn.Module, ABC):
     def weight_loader(self, param: nn.Parameter, source: Any, *shard_id: Any) -> None:
         """Fill `param`, or the part of it that `shard_id` names, from this rank's part of `source`."""
 
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds."""
+        return self.bias
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        """What remains to be done to this rank's product."""
+        return y
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if is_small(x):
+            from nanovllm.kernels.small_linear import small_linear
+
+            return self.finish(small_linear(x, self.weight, self.own_bias))
+        return self.finish(F.linear(x, self.weight, self.own_bias))
 
 
 class ReplicatedLinear(LinearBase):
@@ -125,9 +147,12 @@ class RowParallelLinear(LinearBase):
         check_total(source, dim=1, total=size * self.group.size)
         return copy_into(param.data, source[:, self.group.rank * size : (self.group.rank + 1) * size])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias if self.group.rank == 0 else None
-        return self.group.all_reduce(F.linear(x, self.weight, bias))
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        return self.bias if self.group.rank == 0 else None
+
+    def finish(self, y: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(y)
 
 
 def load_rows(target: torch.Tensor, source: Any, group: Group, num_replicas: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 Built by the `ModelRunner` from a `ModelConfig`; parameter names follow the checkpoint, except that q, k, v and gate, up
 are packed (`packed_modules_mapping`). The residual travels beside the hidden states, so that each addition is one
-kernel with the norm that follows it.
+kernel with the norm that follows it, or, for a few rows, with the projection that follows the norm (`layers/fused.py`).
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.fused import norm_linear, silu_mul_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
@@ -36,10 +37,17 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, config.head_dim)
 
-    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        qkv = self.qkv_proj(hidden_states)
-        return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm))
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        input_norm: RMSNorm,
+        positions: torch.Tensor,
+        rotary: RotaryEmbedding,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
+        qkv, residual = norm_linear(input_norm, self.qkv_proj, hidden_states, residual)
+        return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm)), residual
 
 
 class Qwen3MLP(nn.Module):
@@ -49,9 +57,12 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, group=group)
         self.act_fn = SiluAndMul()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, input_norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """MLP over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
+        gate_up, residual = norm_linear(input_norm, self.gate_up_proj, hidden_states, residual)
+        return silu_mul_linear(self.act_fn, self.down_proj, gate_up), residual
 
 
 class Qwen3DecoderLayer(nn.Module):
@@ -70,13 +81,8 @@ class Qwen3DecoderLayer(nn.Module):
         rotary: RotaryEmbedding,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (output of the MLP, residual); their sum is the layer's output. All [T, hidden]."""
-        if residual is None:
-            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states, positions, rotary)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        hidden_states, residual = self.self_attn(hidden_states, residual, self.input_layernorm, positions, rotary)
+        return self.mlp(hidden_states, residual, self.post_attention_layernorm)
 
 
 class Qwen3Model(nn.Module):

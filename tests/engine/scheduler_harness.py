@@ -39,16 +39,16 @@ class Request:
     ignore_eos: bool = False
     arrival: int = 0  # the first step that may compute it
     tokens: list[int] = field(init=False, repr=False)  # prompt and all that would follow, were there no EOS
-    kv: list[int] = field(init=False, repr=False)  # of each of these
+    kv: list[int] = field(init=False, repr=False)  # of all of these but the last, which is never computed
 
     def __post_init__(self) -> None:
         self.tokens, self.kv = list(self.prompt), []
         kv = EMPTY
-        for position in range(len(self.prompt) + self.max_tokens):
-            if position == len(self.tokens):
-                self.tokens.append(sample(kv))
+        for position in range(len(self.prompt) + self.max_tokens - 1):
             kv = next_kv(kv, self.tokens[position])
             self.kv.append(kv)
+            if position + 1 == len(self.tokens):
+                self.tokens.append(sample(kv))
 
     def expected(self, eos_token_ids: Collection[int]) -> tuple[list[int], str]:
         """The completion and its finish reason."""
@@ -126,11 +126,11 @@ class SimulatedRunner:
 
 
 class WeakHashBlockManager(BlockManager):
-    """Different blocks have the same hash all the time; only comparing contents and parents can tell them apart."""
+    """Its hash is blind to the prefix and collides all the time; only comparing contents and parents can help."""
 
     @staticmethod
     def compute_hash(token_ids: list[int], prefix: int | None = None) -> int:
-        return BlockManager.compute_hash(token_ids, prefix) % 3
+        return BlockManager.compute_hash(token_ids) % 16
 
 
 @dataclass
@@ -204,13 +204,17 @@ class Simulation:
         if batch is None:
             assert self.in_flight or self.scheduler.is_finished(), "there is work, and none of it can start"
             self.settle_all()
-        elif "fail" in events or "settle, fail" in events:
-            self.fail(batch, settle_first="settle, fail" in events)
+        elif "fail" in events:
+            self.fail(batch)
+            self.roll_back_all()
+        elif "settle, then fail" in events:
+            self.settle_all()
+            self.fail(batch)
         else:
             self.launch(batch)
             self.abort(events.get("abort in flight"))
             if "interrupt" in events:
-                self.interrupt()
+                self.roll_back_all()
         while len(self.in_flight) > self.case.overlap:
             self.settle()
         self.check()
@@ -250,18 +254,15 @@ class Simulation:
         self.scheduler.finish(self.seqs[index], "abort")
         self.stats["aborts"] += 1
 
-    def fail(self, batch: Batch, settle_first: bool) -> None:
-        """The launch fails halfway. The older steps are settled before or after it is rolled back."""
+    def fail(self, batch: Batch) -> None:
+        """The launch of a batch fails halfway, after it has written some K/V."""
         with contextlib.suppress(LaunchError):
             self.launch(batch, fail_after=len(batch.rows) // 2)
-        self.stats["rollbacks"] += 1
-        if settle_first:
-            self.settle_all()
         self.scheduler.rollback(batch)
-        self.settle_all()
+        self.stats["rollbacks"] += 1
 
-    def interrupt(self) -> None:
-        """The host gives up waiting, as on Ctrl-C; all steps in flight are rolled back, the newest first."""
+    def roll_back_all(self) -> None:
+        """Forget all steps in flight, the newest first; the device computes them nevertheless, as after Ctrl-C."""
         while self.in_flight:
             self.scheduler.rollback(self.in_flight.pop()[0])
             self.stats["rollbacks"] += 1

@@ -16,7 +16,7 @@ from tests.engine.scheduler_harness import VOCAB_SIZE, Case, Request, Simulation
 # Prompts are cut from these, so that many begin alike. Two letters only: single blocks are alike as well where the
 # prefixes before them are not.
 FAMILIES = [random.Random(seed).choices(range(2), k=64) for seed in range(2)]
-EVENTS = ["abort", "abort in flight", "fail", "settle, fail", "interrupt", "reset"]
+EVENTS = ["abort", "abort in flight", "fail", "settle, then fail", "interrupt", "reset"]
 
 
 @st.composite
@@ -167,7 +167,7 @@ def exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_seeded_bug_is_caught(
     monkeypatch: pytest.MonkeyPatch, seed_bug: Callable[[pytest.MonkeyPatch], None], check_books: bool
 ) -> None:
-    """With the scheduler's own invariants, and by what a user could see alone. Without the bug the search passes, above."""
+    """With the scheduler's own invariants, and without them, by what a user could see. Unpatched, the search passes."""
     seed_bug(monkeypatch)
     with pytest.raises(AssertionError):
         search(check_books)

@@ -107,7 +107,7 @@ def test_prefix_and_chunks_match_a_plain_prefill(make_llm: Callable[..., LLM], b
 def last_logits(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[int, torch.Tensor]:
     """Logits behind each prompt, by prompt index, caught on their way to the sampler."""
     runner, caught, seqs = llm.model_runner, {}, []
-    launch, sample, queue = runner.launch, runner._sample, llm._queue
+    launch, sample, queue = runner.launch, runner.sampler, llm._queue
     batches: list[Batch] = []
 
     def catch(logits: torch.Tensor, *args: object) -> torch.Tensor:
@@ -116,12 +116,13 @@ def last_logits(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> d
         return sample(logits, *args)
 
     runner.launch = lambda batch: batches.append(batch) or launch(batch)
-    runner._sample = catch
+    runner.sampler = catch
     llm._queue = lambda *args: seqs.append(queue(*args)) or seqs[-1]
     try:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
-        del runner.launch, runner._sample, llm._queue
+        del runner.launch, llm._queue
+        runner.sampler = sample
     return caught
 
 

@@ -24,7 +24,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` hands out NaN (or a large integer), so that whatever a kernel fails to write shows in its result."""
+    """`torch.empty` hands out NaN (or a large integer), so that what a kernel fails to write shows in its result."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def empty(*args: object, **kwargs: object) -> torch.Tensor:

@@ -11,7 +11,7 @@ EPS = 1e-6
 # One unit in the last place may flip at each of the two roundings: the GPU's rsqrt is not PyTorch's.
 TOLERANCE = {
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
-    torch.float16: {"rtol": 2e-3, "atol": 1e-5},
+    torch.float16: {"rtol": 4e-3, "atol": 1e-5},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-5},
 }
 SHAPES = [(1, 64), (3, 100), (5, 1024), (2, 1)]

