@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import SHAPES, write_shape
-
 from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Batch

@@ -130,7 +130,7 @@ def engine(path: str, **kwargs: object) -> Iterator[tuple[LLM, Recording]]:
         llm.exit()
 
 
-def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int, **kwargs: object) -> list[list[int]]:
-    """Greedy completions of all prompts, in one call."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, **kwargs)
+def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy completions of all prompts, in one call; no EOS ends them."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]

@@ -6,13 +6,17 @@ Equality of tokens says something only where the reference is sure of each token
 
 import atexit
 import gc
+import importlib.util
 import json
 import random
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
+
+ASSETS = Path(__file__).parent.parent / "assets"
 
 # Between the best two logits. Float32 on another order of summation moves logits by about 1e-5.
 MIN_GAP = 1e-3
@@ -30,6 +34,26 @@ def random_prompt(length: int, vocab_size: int = 512, seed: int = 0) -> list[int
     """The same ids for the same arguments; prompts of different length or seed share no prefix."""
     rng = random.Random(f"{length} {seed}")
     return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+@lru_cache
+def training_script() -> ModuleType:
+    """The script behind the bundled model, which knows what the model was, and was not, trained on."""
+    spec = importlib.util.spec_from_file_location("train_tiny_qwen3", ASSETS / "train_tiny_qwen3.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def story_prompt(length: int) -> list[int]:
+    """So many ids out of the middle of the bundled model's kind of stories; another length is another text."""
+    from transformers import AutoTokenizer
+
+    script, rng = training_script(), random.Random(length)
+    stories = " ".join(script.make_story(rng, rng.choice(script.HEROES)) for _ in range(12))
+    ids = AutoTokenizer.from_pretrained(ASSETS / "tiny-qwen3")(stories)["input_ids"]
+    start = 0 if length == 1 else rng.randrange(20, 60)
+    return ids[start : start + length]
 
 
 def reference_generate(path: str, prompt: list[int], max_tokens: int, eos: tuple[int, ...] = ()) -> Reference:
@@ -53,7 +77,7 @@ def assert_decisive(reference: Reference, min_distinct: int | None = None) -> No
     assert reference.smallest_gap > MIN_GAP, f"gap {reference.smallest_gap:.1e} leaves a tie: choose another seed"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _generate(path: str, prompt: tuple[int, ...], max_tokens: int, eos: tuple[int, ...]) -> Reference:
     ids = torch.tensor([prompt])
     output = load_reference_model(path).generate(

@@ -8,10 +8,10 @@ import torch
 
 from nanovllm import LLM
 from tests.recording import engine, greedy
-from tests.reference import decisive_tokens, random_prompt
+from tests.reference import decisive_tokens, random_prompt, story_prompt
 
 LENGTHS = (1, 255, 256, 257, 511, 512, 513)
-MAX_TOKENS = 18
+MAX_TOKENS = 20
 
 # Seeds for which every prompt's reference is decisive; `decisive_tokens` checks it again.
 CONFIGS: dict[str, dict[str, object]] = {
@@ -36,16 +36,20 @@ CONFIGS: dict[str, dict[str, object]] = {
     "odd_vocabulary_tied": {"seed": 4, "vocab_size": 601, "tie_word_embeddings": True},
     "sharded_files": {"seed": 3, "num_hidden_layers": 3, "max_shard_size": "50KB"},
     "rope_theta_1e6": {"seed": 1, "rope_theta": 1e6, "max_position_embeddings": 2048},
-    "bias_rope_theta_5e5": {"seed": 17, "rope_theta": 5e5, "attention_bias": True},
+    "bias_rope_theta_5e5": {"seed": 34, "rope_theta": 5e5, "attention_bias": True},
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def config(request, tiny_model):
+@pytest.fixture(scope="module", params=[*CONFIGS, "bundled_model"])
+def config(request, tiny_model, bundled_model):
     """(directory, prompts, the reference's completions)."""
-    settings = CONFIGS[request.param]
-    path = tiny_model(std=0.3, **settings)
-    prompts = [random_prompt(length, settings.get("vocab_size", 512)) for length in LENGTHS]
+    if request.param == "bundled_model":
+        path = bundled_model
+        prompts = [story_prompt(length) for length in LENGTHS]
+    else:
+        settings = CONFIGS[request.param]
+        path = tiny_model(std=0.3, **settings)
+        prompts = [random_prompt(length, settings.get("vocab_size", 512)) for length in LENGTHS]
     return path, prompts, [decisive_tokens(path, prompt, MAX_TOKENS) for prompt in prompts]
 
 
@@ -82,6 +86,12 @@ def test_warm_prefix_cache(config, block_size):
         log.clear()
         assert greedy(llm, prompts, MAX_TOKENS) == expected
         assert log.first_hits == cacheable(prompts, block_size) and max(log.first_hits) >= 512 - block_size
+
+
+def test_without_overlap(config):
+    path, prompts, expected = config
+    with engine(path, overlap=False) as (llm, _):
+        assert greedy(llm, prompts, MAX_TOKENS) == expected
 
 
 def test_without_prefix_cache(config):

@@ -26,7 +26,7 @@ PHASES = ("prefill", "decode")
 AUTO_CPU = {"prefill": ("torch",), "decode": ("torch",)}
 AUTO_CUDA = {"prefill": ("flash_attn", "triton", "torch"), "decode": ("flash_attn", "triton", "torch")}
 AUTO_BY_CAPABILITY = {
-    (9, 0): {"prefill": ("flash_attn", "triton", "torch"), "decode": ("triton", "flash_attn", "torch")},
+    (9, 0): {"prefill": ("triton", "flash_attn", "torch"), "decode": ("triton", "flash_attn", "torch")},
 }
 
 

@@ -167,8 +167,8 @@ def fit_max_model_len(config: Config, num_blocks: int) -> int:
     if pool >= config.max_model_len:
         return config.max_model_len
     logger.warning(
-        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%d blocks of %d); raise num_kvcache_blocks "
-        "or gpu_memory_utilization for longer sequences",
+        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%d blocks of %d); raise "
+        "num_kvcache_blocks or gpu_memory_utilization for longer sequences",
         config.max_model_len,
         pool,
         num_blocks,

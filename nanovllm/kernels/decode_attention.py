@@ -3,8 +3,8 @@
 Reading the cache is nearly all of the work, so everything here serves its bandwidth:
 - A program reads one KV head for all query heads that share it, so that no key is read twice.
 - A sequence is cut into splits of a fixed number of tokens, one program each. Few sequences get small splits, to fill
-  the GPU; many get large ones, so that most have a single split, whose program writes the result itself. The results of
-  several splits meet in a second kernel.
+  the GPU; many get large ones, so that most have a single split, whose program writes the result itself. Of several
+  splits, the program that finishes last puts their results together: no second kernel.
 - The KV head is the fastest grid axis: in the cache the heads of a token are neighbours, and are read together.
 
 The grid depends only on the host's bound on the lengths, so a CUDA graph can replay it with any lengths up to there: a
@@ -17,16 +17,18 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.paging import load_blocks, token_slots
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 
 # Tokens per split by batch * KV heads (first row that is large enough). Measured on an H200.
 SPLIT_TOKENS = ((32, 64), (256, 128), (1024, 256), (1536, 512))
 MAX_SPLIT_TOKENS = 1024
-MAX_SPLITS = 128  # bounds the work of the second kernel
+MAX_SPLITS = 128  # bounds the work of the program that combines them
 MAX_PROGRAMS = 1 << 15  # bounds the programs that only find out that they are not needed, and the partial results
 
-COMBINE_TILE = 16  # splits per step of the second kernel
+COMBINE_ELEMENTS = 4096  # partial results that the combining program takes at a time
+NUM_COUNTERS = 1 << 16
 
 
 @triton.jit
@@ -40,6 +42,7 @@ def _decode_kernel(
     out_ptr,  # [B, Hq, D]
     partial_out_ptr,  # [B, Hq, S, D] float32, normalised within the split
     partial_lse_ptr,  # [B, Hq, S] float32, log2 of the split's sum of exponentials
+    arrivals_ptr,  # [B, Hkv] int32, 0 before and after
     q_ptr,  # [B, Hq, D]
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
@@ -57,7 +60,12 @@ def _decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    G_POW2: tl.constexpr,
+    COMBINE_TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context_len = tl.load(context_lens_ptr + seq)
     split_size = _split_size(context_len, split_tokens, num_splits)
@@ -106,46 +114,73 @@ def _decode_kernel(
         partial = row * num_splits + split
         tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
         tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=group < G)
+        # All threads have written; the counter's release and acquire order these writes before the last one's reads.
+        tl.debug_barrier()
+        used_splits = tl.cdiv(context_len, split_size)
+        counter_ptr = arrivals_ptr + seq * HKV + kv_head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used_splits - 1:
+            first_row = seq.to(tl.int64) * (HKV * G) + kv_head * G
+            _combine(
+                out_ptr, partial_out_ptr, partial_lse_ptr, first_row, used_splits, num_splits,
+                G, G_POW2, D, D_PAD, COMBINE_TILE,
+            )  # fmt: skip
+            tl.store(counter_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["split_tokens", "num_splits"])
-def _combine_kernel(
-    out_ptr,  # [B, Hq, D]
-    partial_out_ptr,  # [B, Hq, S, D]
-    partial_lse_ptr,  # [B, Hq, S]
-    context_lens_ptr,  # [B]
-    split_tokens,
+@triton.jit
+def _combine(
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    first_row,  # of the group's query heads in [B * Hq]
+    used_splits,
     num_splits,
+    G: tl.constexpr,
+    G_POW2: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Weigh the splits of one query head by their sums of exponentials; single splits are the result already."""
-    head, seq = tl.program_id(0), tl.program_id(1)
-    context_len = tl.load(context_lens_ptr + seq)
-    split_size = _split_size(context_len, split_tokens, num_splits)
-    if context_len <= split_size:
-        return
-    used_splits = tl.cdiv(context_len, split_size)
-    row = seq.to(tl.int64) * tl.num_programs(0) + head
+    """Weigh the splits of the query heads of one KV head by their sums of exponentials."""
+    group = tl.arange(0, G_POW2)
     dim = tl.arange(0, D_PAD)
-    dim_mask = dim < D
-    max_lse = float("-inf")
-    denominator = 0.0
-    acc = tl.zeros((D_PAD,), tl.float32)
+    row = first_row + group
+    mask = (group < G)[:, None] & (dim < D)[None, :]
+    max_lse = tl.full((G_POW2,), float("-inf"), tl.float32)
+    denominator = tl.zeros((G_POW2,), tl.float32)
+    acc = tl.zeros((G_POW2, D_PAD), tl.float32)
     for first in range(0, used_splits, TILE):
         split = first + tl.arange(0, TILE)
-        used = split < used_splits
-        lse = tl.load(partial_lse_ptr + row * num_splits + split, mask=used, other=float("-inf"))
-        partial_ptr = partial_out_ptr + (row * num_splits + split)[:, None] * D + dim[None, :]
-        partial = tl.load(partial_ptr, mask=used[:, None] & dim_mask[None, :], other=0.0)
+        used = (split < used_splits)[:, None] & (group < G)[None, :]
+        partial = row[None, :] * num_splits + split[:, None]  # [TILE, G]
+        # Other programs wrote these: past the L1, which may hold older values.
+        lse = tl.load(partial_lse_ptr + partial, mask=used, other=float("-inf"), cache_modifier=".cg")
+        cell = partial[:, :, None] * D + dim[None, None, :]
+        value = tl.load(
+            partial_out_ptr + cell, mask=used[:, :, None] & (dim < D)[None, None, :], other=0.0, cache_modifier=".cg"
+        )
         new_max = tl.maximum(max_lse, tl.max(lse, axis=0))
+        new_max = tl.where(group < G, new_max, 0.0)  # keeps the padding free of inf - inf
         shrink = tl.exp2(max_lse - new_max)
-        weights = tl.exp2(lse - new_max)
+        weights = tl.exp2(lse - new_max[None, :])
         denominator = denominator * shrink + tl.sum(weights, axis=0)
-        acc = acc * shrink + tl.sum(weights[:, None] * partial, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * value, axis=0)
         max_lse = new_max
-    tl.store(out_ptr + row * D + dim, acc / denominator, mask=dim_mask)
+    out = acc / tl.where(group < G, denominator, 1.0)[:, None]
+    tl.store(out_ptr + row[:, None] * D + dim[None, :], out, mask=mask)
+
+
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least `count` zeros. They outlive every graph that was captured with them, and each use leaves zeros behind.
+
+    Steps on one stream share them. (Two streams of one device must not run this kernel side by side; no engine does.)
+    """
+    if device not in _counters or len(_counters[device]) < count:
+        _counters[device] = torch.zeros(max(count, NUM_COUNTERS), dtype=torch.int32, device=device)
+    return _counters[device]
 
 
 def plan_splits(batch: int, num_kv_heads: int, max_context_len: int) -> tuple[int, int]:
@@ -197,6 +232,7 @@ def decode_attention(
         out,
         partial_out,
         partial_lse,
+        arrival_counters(q.device, batch * num_kv_heads),
         q,
         k_cache,
         v_cache,
@@ -214,20 +250,10 @@ def decode_attention(
         D_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=tile,
+        G_POW2=triton.next_power_of_2(group),
+        COMBINE_TILE=max(COMBINE_ELEMENTS // (triton.next_power_of_2(group) * dim_pad), 1),
         num_warps=4,
         num_stages=num_stages,
+        **pdl_options(q.device),
     )
-    if num_splits > 1:
-        _combine_kernel[(num_heads, batch)](
-            out,
-            partial_out,
-            partial_lse,
-            context_lens,
-            split_tokens,
-            num_splits,
-            D=head_dim,
-            D_PAD=dim_pad,
-            TILE=COMBINE_TILE,
-            num_warps=4,
-        )
     return out

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.paging import load_blocks, token_slots
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 
@@ -112,7 +113,10 @@ def _prefill_kernel(
     TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     head = tl.program_id(1)
     seq, tile = _find_tile(cu_seqlens_q_ptr, num_seqs, tl.program_id(0), TILE_M)
     q_start = tl.load(cu_seqlens_q_ptr + seq)
@@ -173,9 +177,10 @@ def _tile_config(
         return (64, 64, 4, 2) if dim_pad <= 128 else (64, 32, 4, 2)
     if not has_large_shared_memory:
         return (128, 64, 8, 2) if dim_pad <= 128 else (64, 32, 4, 2)
-    if dim_pad <= 64:
-        return (128, 128, 8, 3)
-    return (128, 128, 8, 2) if dim_pad <= 128 else (128, 64, 8, 2)
+    if dim_pad > 128:
+        return (128, 64, 8, 2)
+    # Measured on one H200 at head_dim 128: small tiles waste less around the diagonal of short prompts.
+    return (64, 64, 4, 3) if max_seqlen_q < 2048 else (128, 128, 8, 3)
 
 
 def prefill_attention(
@@ -232,5 +237,6 @@ def prefill_attention(
         PAGED=paged,
         num_warps=num_warps,
         num_stages=num_stages,
+        **pdl_options(q.device),
     )
     return out

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+
 
 # The scalars are loaded one by one: where they lie makes no difference, and must not make another compiled kernel.
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr"])
@@ -28,7 +30,10 @@ def _prepare_decode_kernel(
     W: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
     position = tl.load(positions_ptr + i)
@@ -62,8 +67,7 @@ def prepare_decode(
 ) -> tuple[torch.Tensor, ...]:
     """rows, positions [B] int64 (position -1: padding) and the row tables.
 
-    Returns input_ids [B] int64, positions [B] int64 (0 in padding), slot_mapping [B] int32 (-1 in padding), context_lens
-    [B] int32 (0 in padding), block_tables [B, W] int32 (undefined past a length), temperatures [B], seeds [B].
+    Returns the fields of `row_tables.DecodeInputs`, in order.
     """
     batch, width = len(rows), block_tables.shape[1]
     assert block_tables.is_contiguous() and rows.is_contiguous() and positions.is_contiguous()
@@ -84,5 +88,6 @@ def prepare_decode(
         BLOCK_SIZE=block_size,
         CHUNK=32,
         num_warps=1,
+        **pdl_options(rows.device),
     )
     return tuple(outputs)

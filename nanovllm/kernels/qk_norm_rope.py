@@ -9,10 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+
 MAX_HEADS_PER_PROGRAM = 8
 
 
-@triton.jit
+# Scalars of a token: where they lie makes no difference, and must not make another compiled kernel.
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def _qk_norm_rope_store_kernel(
     qkv_ptr,  # [T, (Hq + 2 * Hkv) * D]: q heads, k heads, v heads
     positions_ptr,  # [T]
@@ -31,7 +34,10 @@ def _qk_norm_rope_store_kernel(
     HEADS: tl.constexpr,  # heads per program
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     HALF: tl.constexpr = D // 2
     NUM_Q_PROGRAMS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -122,4 +128,5 @@ def qk_norm_rope_store(
         NORM=q_weight is not None,
         STORE=k_cache is not None,
         num_warps=min(max(heads * half_pad // 128, 1), 4),
+        **pdl_options(qkv.device),
     )

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -22,11 +24,15 @@ def _rms_norm_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < H
     dtype = x_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
+    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         # The sum is rounded before it is normalised, so that the norm sees what the next layer's residual holds.
@@ -35,7 +41,6 @@ def _rms_norm_kernel(
         tl.store(new_residual_ptr + row * H + offsets, rounded, mask=mask)
         x = rounded.to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / H + eps)).to(dtype)
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0)
     tl.store(out_ptr + row * H + offsets, normed.to(tl.float32) * weight.to(tl.float32), mask=mask)
 
 
@@ -73,5 +78,6 @@ def _launch(
         BLOCK=block,
         ADD=residual is not None,
         num_warps=min(max(block // 256, 1), 16),  # 8 elements a thread: one 16-byte load in 16-bit dtypes
+        **pdl_options(x.device),
     )
     return out, new_residual

@@ -4,11 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
+
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: E741
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < I
@@ -25,5 +29,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     assert x.stride(1) == 1, "the last dimension must be contiguous"
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](out, x, x.stride(0), I=size, BLOCK=BLOCK, num_warps=4)
+    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
+        out, x, x.stride(0), I=size, BLOCK=BLOCK, num_warps=4, **pdl_options(x.device)
+    )
     return out

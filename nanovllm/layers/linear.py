@@ -23,13 +23,13 @@ def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
     target.copy_(source)
 
 
-def is_small(x: torch.Tensor) -> bool:
+def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `x` is on a GPU and has so few rows that the kernels of `small_linear.py` beat the library's GEMM."""
     if not x.is_cuda:
         return False
-    from nanovllm.kernels.small_linear import MAX_ROWS
+    from nanovllm.kernels.small_linear import MAX_ELEMENTS, MAX_ROWS
 
-    return x.shape[0] <= MAX_ROWS
+    return x.shape[0] == 1 or (x.shape[0] <= MAX_ROWS and weight.numel() <= MAX_ELEMENTS)
 
 
 class LinearBase(nn.Module, ABC):
@@ -61,7 +61,7 @@ class LinearBase(nn.Module, ABC):
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if is_small(x):
+        if is_small(x, self.weight):
             from nanovllm.kernels.small_linear import small_linear
 
             return self.finish(small_linear(x, self.weight, self.own_bias))

@@ -111,9 +111,17 @@ def test_splits_grow_when_there_are_not_enough_of_them(
     check([300, 129, 128, 5], 2, 1, 16, 16, torch.float32, device, randn)  # splits of 192, 128, 64 and 64 tokens
 
 
-def test_the_second_kernel_walks_over_many_splits(device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
-    length = 64 * (module.COMBINE_TILE + 1) + 1
-    check([length, 65], 1, 1, 16, 256, torch.float32, device, randn)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (6, 2)])
+def test_many_splits_are_combined_a_few_at_a_time(
+    num_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+    randn: Callable[..., torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "COMBINE_ELEMENTS", 4 * 4 * 16)  # four splits or more at a time
+    check([64 * 17 + 1, 65, 64 * 4], num_heads, num_kv_heads, 16, 256, torch.float32, device, randn)
+    assert not module.arrival_counters(device, 1).any(), "every use must leave the counters at zero"
 
 
 def test_large_scores_do_not_overflow(device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
