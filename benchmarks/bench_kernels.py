@@ -49,14 +49,14 @@ def bench_linear() -> None:
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) / k**0.5 for _ in range(layers)]
         for rows in (1, 2, 4):
             x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
-            theirs = time_us(lambda: [F.linear(x, w) for w in weights]) / layers  # noqa: B023
+            theirs = time_us(lambda: [F.linear(x, w) for w in weights]) / layers
             ours = {}
             for elements in (4096, 8192, 16384, 32768):
                 small_linear.TILE_ELEMENTS = elements
                 torch.testing.assert_close(
                     small_linear.small_linear(x, weights[0]), F.linear(x, weights[0]), rtol=3e-2, atol=3e-2
                 )
-                ours[elements] = time_us(lambda: [small_linear.small_linear(x, w) for w in weights]) / layers  # noqa: B023
+                ours[elements] = time_us(lambda: [small_linear.small_linear(x, w) for w in weights]) / layers
             bytes_us = n * k * 2 / 4.56e6
             print(
                 f"{name:>12} {rows:>4} {bytes_us:8.2f} {theirs:8.2f}  "
@@ -91,19 +91,19 @@ def bench_prefill() -> None:
             expected = flash_attn_varlen_func(q, k, v, cu, cu, length, length, causal=True)
             results["flash_attn"] = time_us(
                 lambda: flash_attn_varlen_func(q, k, v, cu, cu, length, length, causal=True), 4
-            )  # noqa: B023
+            )
         for config in configs:
-            prefill_attention._tile_config = lambda *_: config  # noqa: B023
+            prefill_attention._tile_config = lambda *_: config
             try:
                 out = prefill_attention.prefill_attention(q, k, v, cu, cu, length, d**-0.5)
                 if expected is not None:
                     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
                 results[config] = time_us(
                     lambda: prefill_attention.prefill_attention(q, k, v, cu, cu, length, d**-0.5), 4
-                )  # noqa: B023
-                results["paged", *config] = time_us(
+                )
+                results[("paged", *config)] = time_us(
                     lambda: prefill_attention.prefill_attention(q, *caches, cu, cu, length, d**-0.5, block_tables),
-                    4,  # noqa: B023
+                    4,
                 )
             except Exception as error:
                 print(config, type(error).__name__, str(error)[:80])
@@ -138,10 +138,10 @@ def bench_decode() -> None:
         for tokens in (64, 128, 256, 512, 1024, 2048):
             if width * 256 // tokens > 128 or batch * hkv * width * 256 // tokens > 1 << 16:
                 continue
-            decode_attention.plan_splits = lambda b, h, m: (tokens, -(-m // tokens))  # noqa: B023
+            decode_attention.plan_splits = lambda b, h, m: (tokens, -(-m // tokens))
             results[tokens] = time_us(
                 lambda: [
-                    decode_attention.decode_attention(q, k, v, tables, lens, width * 256, d**-0.5) for k, v in caches  # noqa: B023
+                    decode_attention.decode_attention(q, k, v, tables, lens, width * 256, d**-0.5) for k, v in caches
                 ]
             ) / layers  # fmt: skip
         decode_attention.plan_splits = plan

@@ -144,8 +144,8 @@ def test_corrupting_one_cached_block_changes_the_output(config):
     path, prompts, expected = config
     with engine(path) as (llm, log):
         assert greedy(llm, prompts[-1:], MAX_TOKENS) == expected[-1:]
-        first_block = log.admissions[0][2][0]
-        corrupt(llm, first_block)
+        last_cached_block = log.admissions[0][2][1]
+        corrupt(llm, last_cached_block)
         assert greedy(llm, prompts[-1:], MAX_TOKENS) != expected[-1:]
         assert log.first_hits == [0, 512]
         llm.reset_prefix_cache()

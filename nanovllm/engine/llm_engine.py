@@ -4,6 +4,7 @@
 """
 
 import logging
+import os
 import random
 import weakref
 from collections import deque
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+
+# A tokenizer has at least one of these.
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 class LLMEngine:
@@ -144,13 +148,14 @@ def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
     """The checkpoint's own tokenizer; ValueError with the remedy if there is none."""
     from transformers import AutoTokenizer
 
+    remedy = "add the tokenizer files, or pass skip_tokenizer_init=True and give token ids"
+    # Where there is no vocabulary transformers 5 makes up an empty tokenizer, which turns every text into no tokens.
+    if not any(os.path.exists(os.path.join(path, name)) for name in _VOCABULARY_FILES):
+        raise ValueError(f"{path}: no tokenizer ({', '.join(_VOCABULARY_FILES)}) is in there; {remedy}")
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # transformers raises what its many readers raise
-        raise ValueError(
-            f"{path}: no tokenizer could be loaded ({error}); add the tokenizer files, or pass "
-            f"skip_tokenizer_init=True and give token ids"
-        ) from error
+        raise ValueError(f"{path}: no tokenizer could be loaded ({error}); {remedy}") from error
 
 
 def eos_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:

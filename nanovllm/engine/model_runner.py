@@ -7,6 +7,7 @@
 import gc
 import logging
 import os
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -48,6 +49,22 @@ class StepHandle:
         return self._ids.tolist()
 
 
+class StartClock:
+    """What the start spent its time on, for the log."""
+
+    def __init__(self) -> None:
+        self._last = perf_counter()
+        self._laps: list[str] = []
+
+    def lap(self, name: str) -> None:
+        now = perf_counter()
+        self._laps.append(f"{name} {now - self._last:.1f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._laps)
+
+
 class ModelRunner:
     """One rank's model and cache."""
 
@@ -61,7 +78,9 @@ class ModelRunner:
         self.dtype = resolve_dtype(config, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        clock = StartClock()
         self.model = self._load_model()
+        clock.lap("weights")
         self.sampler = Sampler()
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._bind_backends()
@@ -72,13 +91,17 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         use_graphs = self.device.type == "cuda" and not config.enforce_eager and self.decode_backend.supports_cuda_graph
         peak = self._warm_up() if self.device.type == "cuda" else 0
+        clock.lap("warm-up")
         self.num_kvcache_blocks = self._num_kvcache_blocks(peak, use_graphs)
         self._bind_cache(self.num_kvcache_blocks)
         if self.device.type == "cuda":
             self._compile()
+        clock.lap("kernels")
         if use_graphs:
             self.graphs = DecodeGraphs(self._decode, self.max_num_rows, self.tables.pad_row, self.device)
             self.graphs.capture(graph_sizes(self.max_num_rows))
+        clock.lap("graphs")
+        logger.info("%s, %d blocks of %d tokens; %s", self.device, self.num_kvcache_blocks, self.block_size, clock)
 
     # ------------------------------------------------------------------ start
 

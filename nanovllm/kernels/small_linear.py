@@ -25,7 +25,8 @@ TILE_ELEMENTS = 4096
 PLAIN, NORM, SILU_MUL = 0, 1, 2
 
 
-@triton.jit
+# Few compiled kernels serve all layers: only the inner size and the number of rows, rounded up, make another one.
+@triton.jit(do_not_specialize=["N", "num_rows"])
 def _small_linear_kernel(
     y_ptr,  # [M, N]
     x_ptr,  # [M, K], or [M, 2 * K] with SILU_MUL
@@ -37,8 +38,9 @@ def _small_linear_kernel(
     x_stride,
     residual_stride,
     eps,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    num_rows,
+    N,
+    M_PAD: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -58,24 +60,25 @@ def _small_linear_kernel(
     if PROLOGUE == 1:
         norm_weight = tl.load(norm_weight_ptr + k, mask=k_mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    for m in tl.static_range(M):
-        x = tl.load(x_ptr + m * x_stride + k, mask=k_mask, other=0.0).to(tl.float32)
+    for m in tl.static_range(M_PAD):
+        row_mask = k < tl.where(m < num_rows, K, 0)
+        x = tl.load(x_ptr + m * x_stride + k, mask=row_mask, other=0.0).to(tl.float32)
         if PROLOGUE == 1:
-            x += tl.load(residual_ptr + m * residual_stride + k, mask=k_mask, other=0.0).to(tl.float32)
+            x += tl.load(residual_ptr + m * residual_stride + k, mask=row_mask, other=0.0).to(tl.float32)
             rounded = x.to(dtype)
             if program == 0:
-                tl.store(new_residual_ptr + m * K + k, rounded, mask=k_mask)
+                tl.store(new_residual_ptr + m * K + k, rounded, mask=row_mask)
             x = rounded.to(tl.float32)
             x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)).to(dtype).to(tl.float32)
             x = (x * norm_weight).to(dtype).to(tl.float32)
         if PROLOGUE == 2:
-            up = tl.load(x_ptr + m * x_stride + K + k, mask=k_mask, other=0.0).to(tl.float32)
+            up = tl.load(x_ptr + m * x_stride + K + k, mask=row_mask, other=0.0).to(tl.float32)
             x = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
             x = (x * up).to(dtype).to(tl.float32)
         y = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
         if BIAS:
             y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + m * N + n, y, mask=n_mask)
+        tl.store(y_ptr + m * N + n, y, mask=n < tl.where(m < num_rows, N, 0))
 
 
 def _launch(
@@ -105,8 +108,9 @@ def _launch(
         x.stride(0),
         residual.stride(0) if residual is not None else 0,
         eps,
-        M=num_rows,
-        N=n,
+        num_rows,
+        n,
+        M_PAD=triton.next_power_of_2(num_rows),
         K=k,
         K_PAD=k_pad,
         BLOCK_N=block_n,

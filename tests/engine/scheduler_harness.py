@@ -117,12 +117,12 @@ class SimulatedRunner:
 
     def check_reads(self, row: int, length: int) -> None:
         """Assert that the first `length` positions of a row, read through its block table, hold the true K/V."""
-        expected = self.requests[row].kv
+        expected, table = self.requests[row].kv, self.block_tables[row]
+        assert length <= len(table) * self.block_size, f"row {row} has no block for position {length - 1}"
         for i, first in enumerate(range(0, length, self.block_size)):
             last = min(first + self.block_size, length)
-            block_id = self.block_tables[row][i]
-            wrong = self.cache[block_id][: last - first] != expected[first:last]
-            assert not wrong, f"row {row} reads wrong K/V at positions {first} to {last - 1}, in block {block_id}"
+            wrong = self.cache[table[i]][: last - first] != expected[first:last]
+            assert not wrong, f"row {row} reads wrong K/V at positions {first} to {last - 1}, in block {table[i]}"
 
 
 class WeakHashBlockManager(BlockManager):

@@ -449,6 +449,19 @@ def test_chunks_change_nothing(budget: int, overlap: int) -> None:
     assert simulation.stats["chunks"] == 1300 // budget
 
 
+def test_a_reset_under_a_running_sequence_lasts() -> None:
+    """What it has computed is forgotten, and what it fills from now on is not found either: its prefix is unknown."""
+    scheduler = make()
+    (seq,) = add(scheduler, 9)
+    step(scheduler)
+    scheduler.block_manager.reset_prefix_cache()
+    for _ in range(8):
+        step(scheduler)
+    assert scheduler.block_manager.hash_to_block_id == {}
+    scheduler.finish(seq, "abort")
+    assert_nothing_left(scheduler)
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_colliding_hashes_change_nothing(overlap: int) -> None:
     """Pitfall 32, with preemption and sharing on top."""

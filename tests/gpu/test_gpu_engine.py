@@ -80,9 +80,9 @@ def test_decode_logits_match_the_torch_backend(make_llm: Callable[..., LLM], bac
     skip_without_flash_attn(backend)
     llm = make_llm(SMALL | dict(head_dim=head_dim), attention_backend=backend)
     prompts = random_prompts(8, 1, 700)
-    outputs = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=300), use_tqdm=False)
+    outputs = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=100), use_tqdm=False)
     report = check_logits(llm, [(p, o["token_ids"]) for p, o in zip(prompts, outputs, strict=True)])
-    assert report.num_positions == 8 * 300
+    assert report.num_positions == 8 * 100
     assert report.max_error < 0.05
     assert report.same_argmax > 0.9
 
