@@ -9,6 +9,7 @@ from nanovllm.engine.inputs import Prompt, as_params_list, as_prompt_list
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.interrupts import deferred_interrupt
 
 
 class LLM(LLMEngine):
@@ -42,13 +43,13 @@ class LLM(LLMEngine):
             token_ids = self.encoder.encode(prompts, on_progress=lambda _: bar.update())
             bar.reset()
             bar.set_description("Generating")
-            seqs = [self._queue(ids, one) for ids, one in zip(token_ids, params, strict=True)]
+            seqs: list[Sequence] = []
             try:
+                with deferred_interrupt():
+                    seqs += [self._queue(ids, one) for ids, one in zip(token_ids, params, strict=True)]
                 self._run_until_finished(seqs, bar)
             finally:
-                # Only an interrupt or a failure leaves any: what is half done must not run on in the next call.
-                for seq in seqs:
-                    self.scheduler.finish(seq, "abort")
+                self._forget(seqs)
         return [self._result(seq) for seq in seqs]
 
     def _run_until_finished(self, seqs: list[Sequence], bar: tqdm) -> None:
@@ -65,13 +66,18 @@ class LLM(LLMEngine):
             seconds[phase] += perf_counter() - start
             bar.set_postfix({p: f"{tokens[p] / (seconds[p] or 1):.0f}tok/s" for p in tokens}, refresh=False)
             for seq, _, reason in outputs:
-                if reason is None:
-                    continue
-                if seq.seq_id in own:
+                if reason is not None and seq.seq_id in own:
                     own.remove(seq.seq_id)
                     bar.update()
-                else:
-                    self._unreported.append((seq.seq_id, seq.completion_token_ids))
+
+    def _forget(self, seqs: list[Sequence]) -> None:
+        """Leave nothing of the call to `step` or to the next call, not even after an interrupt or a failure."""
+        self._roll_back()
+        with deferred_interrupt():
+            for seq in seqs:
+                self.scheduler.finish(seq, "abort")
+            own = {seq.seq_id for seq in seqs}
+            self._unreported = [(seq_id, ids) for seq_id, ids in self._unreported if seq_id not in own]
 
     def _result(self, seq: Sequence) -> dict[str, Any]:
         ids = seq.completion_token_ids

@@ -94,16 +94,17 @@ def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int
 def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """One sequence: q [q_len, Hq, D], k and v [k_len, Hkv, D]; the last query sees all keys. Returns [q_len, Hq, D]."""
     q_len, k_len = q.shape[0], k.shape[0]
-    group = q.shape[1] // k.shape[1]
+    num_kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     mask = None
     if q_len != k_len:  # SDPA's is_causal would align the diagonal to the first key, not to the last
         mask = torch.ones(q_len, k_len, dtype=torch.bool, device=q.device).tril(k_len - q_len)
+    # The KV heads are the batch: [Hkv, group, len, D], where the keys of a group are one tensor seen several times.
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k.repeat_interleave(group, dim=1).transpose(0, 1)[None],
-        v.repeat_interleave(group, dim=1).transpose(0, 1)[None],
+        q.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3),
+        k.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
+        v.transpose(0, 1)[:, None].expand(-1, group, -1, -1),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
     )
-    return out[0].transpose(0, 1)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)

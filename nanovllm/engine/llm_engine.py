@@ -18,6 +18,7 @@ from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.scheduler import Batch, Output, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +62,7 @@ class LLMEngine:
         self._seq_ids = count()
         self._seeds = random.Random(self.config.seed)
         self._in_flight: deque[tuple[Batch, StepHandle | None]] = deque()
-        self._unreported: list[tuple[int, list[int]]] = []  # ended inside generate, but queued by add_request
+        self._unreported: list[tuple[int, list[int]]] = []  # ended, for the next `step` to report
 
     # ------------------------------------------------------------------ requests
 
@@ -95,9 +96,8 @@ class LLMEngine:
         computed, or minus the number of sequences decoded. `([], 0)` when there is nothing to do.
         """
         self._check_alive()
-        outputs, num_tokens = self._advance()
+        _, num_tokens = self._advance()
         finished, self._unreported = self._unreported, []
-        finished += [(seq.seq_id, seq.completion_token_ids) for seq, _, reason in outputs if reason is not None]
         return finished, num_tokens
 
     def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
@@ -109,20 +109,31 @@ class LLMEngine:
         """
         depth = (2 if self.config.overlap else 1) if launch else 0
         try:
-            while len(self._in_flight) < depth and (batch := self.scheduler.schedule()) is not None:
-                self._in_flight.append((batch, None))
+            while len(self._in_flight) < depth:
+                with deferred_interrupt():
+                    batch = self.scheduler.schedule()
+                    if batch is None:
+                        break
+                    self._in_flight.append((batch, None))
                 self._in_flight[-1] = (batch, self.model_runner.launch(batch))
             if not self._in_flight:
                 return [], 0
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
         except BaseException:
+            self._roll_back()
+            raise
+        with deferred_interrupt():
+            self._in_flight.popleft()
+            outputs = self.scheduler.postprocess(batch, token_ids)
+            self._unreported += [(seq.seq_id, seq.completion_token_ids) for seq, _, reason in outputs if reason]
+        return outputs, batch.num_tokens if batch.is_prefill else -len(batch.rows)
+
+    def _roll_back(self) -> None:
+        """Undo the steps in flight; their sequences will be computed again."""
+        with deferred_interrupt():
             while self._in_flight:
                 self.scheduler.rollback(self._in_flight.pop()[0])
-            raise
-        self._in_flight.popleft()
-        outputs = self.scheduler.postprocess(batch, token_ids)
-        return outputs, batch.num_tokens if batch.is_prefill else -len(batch.rows)
 
     def is_finished(self) -> bool:
         """Whether no request is queued, running, or ended without having been reported by `step`."""

@@ -93,7 +93,9 @@ def store_kvcache(
     key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """Write each token's K and V to its slot; slot -1 writes nothing. key, value: [T, kv_heads, head_dim]."""
-    is_stored = slot_mapping >= 0
-    slots = slot_mapping[is_stored].long()
-    k_cache.flatten(0, 1)[slots] = key[is_stored]
-    v_cache.flatten(0, 1)[slots] = value[is_stored]
+    slots = slot_mapping.long()
+    if slots.min() < 0:
+        is_stored = slots >= 0
+        key, value, slots = key[is_stored], value[is_stored], slots[is_stored]
+    k_cache.flatten(0, 1).index_copy_(0, slots, key)
+    v_cache.flatten(0, 1).index_copy_(0, slots, value)

@@ -1,6 +1,7 @@
 """RMSNorm (Zhang and Sennrich, 2019), plain and with the residual addition that precedes it in every layer."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import copy_into
@@ -34,6 +35,9 @@ class RMSNorm(nn.Module):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The plain form, on any device."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # In 16 bits transformers rounds before it scales, and so do we.
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return x32.to(x.dtype) * self.weight

@@ -20,7 +20,8 @@ class RotaryEmbedding(nn.Module):
         """x: [T, heads, head_dim], positions: [T] -> the rotated heads, in x's dtype."""
         cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         x1, x2 = x.float().chunk(2, dim=-1)
-        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+        rotated = torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)
+        return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def get_rope(head_dim: int, max_position: int, theta: float) -> RotaryEmbedding:
