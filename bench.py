@@ -6,6 +6,7 @@
 
 The default workload: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, all queued at once. After
 the timed run a few of its sequences are fed through the torch backend; a run whose logits differ does not count.
+The share of the roofline says how near the run came to what the device's memory and matrix units allow.
 """
 
 import argparse
@@ -17,12 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.scheduler import Output
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.utils.teacher_forcing import check_logits
 
 SHAPES = {
@@ -67,11 +72,113 @@ def make_workload(seed: int, num_seqs: int, input_len: int | None, output_len: i
     return prompts, [output_len or rng.randint(shortest, longest) for _ in range(num_seqs)]
 
 
-def run(llm: LLM, workload: Workload, temperature: float, use_tqdm: bool = False) -> tuple[float, list[list[int]]]:
+@dataclass
+class Step:
+    """One settled step of the timed run."""
+
+    time: float  # seconds since the run began
+    prefill_tokens: int
+    decode_tokens: int
+    num_running: int
+    kv_occupancy: float  # share of the pool's blocks in use
+
+
+class RecordingLLM(LLM):
+    """An LLM that notes what each step did."""
+
+    def record(self) -> None:
+        """Forget earlier steps and start the clock."""
+        self.steps: list[Step] = []
+        self._begin = time.perf_counter()
+
+    def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
+        outputs, num_tokens = super()._advance(launch)
+        blocks = self.scheduler.block_manager
+        used = len(blocks.used_block_ids) / len(blocks.blocks)
+        prefill, decode = max(num_tokens, 0), max(-num_tokens, 0)
+        now = time.perf_counter() - self._begin
+        self.steps.append(Step(now, prefill, decode, len(self.scheduler.running), used))
+        return outputs, num_tokens
+
+
+def measure_device(device: torch.device) -> tuple[float, float]:
+    """(bytes a second that a sum reads, bfloat16 FLOPs a second of a large matmul) of this device, right now."""
+    numbers = torch.randn(1 << 30, device=device)
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def seconds(step: Callable[[], object]) -> float:
+        step()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(10):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e4
+
+    return numbers.numel() * 4 / seconds(numbers.sum), 2 * 8192**3 / seconds(lambda: a @ b)
+
+
+def roofline_seconds(
+    config: ModelConfig, workload: Workload, num_decode_steps: int, bandwidth: float, flops: float
+) -> float:
+    """The least time for the workload: K/V and weights read once a decode step, prefill at the full matmul rate.
+
+    Counts bfloat16. Prefix hits are not counted on: the prompts are random.
+    """
+    prompts, lengths = workload
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    kv_bytes_per_token = 2 * 2 * config.num_hidden_layers * kv_heads * dim
+    # The first of n new tokens comes from the prefill, the others read a context that grows by one each time.
+    contexts = sum((n - 1) * len(p) + n * (n - 1) // 2 for p, n in zip(prompts, lengths, strict=True))
+    layer = config.hidden_size * dim * (2 * heads + 2 * kv_heads) + 3 * config.hidden_size * config.intermediate_size
+    layers = config.num_hidden_layers * layer
+    head = config.vocab_size * config.hidden_size
+    decode_bytes = contexts * kv_bytes_per_token + num_decode_steps * 2 * (layers + head)
+    attention = sum(2 * len(p) * (len(p) + 1) * heads * dim * config.num_hidden_layers for p in prompts)
+    prefill_flops = 2 * layers * sum(map(len, prompts)) + 2 * head * len(prompts) + attention
+    return decode_bytes / bandwidth + prefill_flops / flops
+
+
+def plot(steps: list[Step], path: str, title: str) -> None:
+    """Draw batch size, KV occupancy and tokens a second of the run over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    times = [step.time for step in steps]
+    width = max(times[-1] / 60, 1e-3)
+    bins = [i * width for i in range(int(times[-1] / width) + 2)]
+    middles = [(a + b) / 2 for a, b in zip(bins, bins[1:], strict=False)]
+    figure, (top, middle, bottom) = plt.subplots(3, 1, sharex=True, figsize=(9, 7), constrained_layout=True)
+    figure.suptitle(title)
+    top.step(times, [step.num_running for step in steps], where="post")
+    top.set_ylabel("sequences running")
+    middle.step(times, [100 * step.kv_occupancy for step in steps], where="post", color="tab:green")
+    middle.set_ylabel("KV blocks in use, %")
+    for name, color in (("prefill_tokens", "tab:orange"), ("decode_tokens", "tab:blue")):
+        rates = [0.0] * len(middles)
+        for step in steps:
+            rates[min(int(step.time / width), len(rates) - 1)] += getattr(step, name) / width
+        bottom.plot(middles, rates, label=name.split("_")[0], color=color)
+    bottom.set_yscale("symlog", linthresh=1000)
+    bottom.set_ylabel("tokens a second")
+    bottom.set_xlabel("seconds")
+    bottom.legend()
+    for axis in (top, middle, bottom):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def run(
+    llm: RecordingLLM, workload: Workload, temperature: float, use_tqdm: bool = False
+) -> tuple[float, list[list[int]]]:
     """Seconds, and the completions."""
     prompts, lengths = workload
     params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in lengths]
     llm.reset_prefix_cache()
+    llm.record()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
     return time.perf_counter() - start, [output["token_ids"] for output in outputs]
@@ -137,6 +244,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-overlap", action="store_true", help="settle a step before the next is launched")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs; the median counts")
     parser.add_argument("--num-checked", type=int, default=8, help="sequences to check afterwards; 0: none")
+    parser.add_argument("--bandwidth", type=float, help="read bandwidth in bytes a second; default: measured, GPU only")
+    parser.add_argument("--flops", type=float, help="bfloat16 matmul FLOPs a second; default: measured, GPU only")
+    parser.add_argument("--plot", metavar="PNG", help="draw the last run (needs matplotlib: pip install -e '.[plot]')")
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     return parser.parse_args()
 
@@ -144,6 +254,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     on_gpu = torch.cuda.is_available()
+    # Before the engine takes the memory.
+    bandwidth, flops = args.bandwidth, args.flops
+    if on_gpu and not (bandwidth and flops):
+        measured = measure_device(torch.device("cuda"))
+        bandwidth, flops = bandwidth or measured[0], flops or measured[1]
+        torch.cuda.empty_cache()
     shape = args.model_shape or ("0.6b" if on_gpu else "tiny")
     num_seqs = args.num_seqs or (256 if on_gpu else 32)
     longest = 1024 if on_gpu else 128
@@ -154,7 +270,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         start = time.perf_counter()
         options = dict(load_format="dummy", skip_tokenizer_init=True) if args.model is None else {}
-        llm = LLM(
+        llm = RecordingLLM(
             args.model or write_shape(shape, directory),
             max_model_len=args.max_model_len,
             attention_backend=args.attention_backend,
@@ -174,6 +290,17 @@ def main() -> None:
         times.append(seconds)
         print(f"Total: {num_tokens}tok, Time: {seconds:.2f}s, Throughput: {num_tokens / seconds:.2f}tok/s")
     median = statistics.median(times)
+    share = None
+    if bandwidth and flops:
+        num_decode_steps = sum(step.decode_tokens > 0 for step in llm.steps)
+        least = roofline_seconds(llm.config.model_config, workload, num_decode_steps, bandwidth, flops)
+        share = least / median
+        print(
+            f"Roofline: {least:.2f}s at {bandwidth / 1e12:.2f} TB/s of reads and {flops / 1e12:.0f} TFLOP/s, "
+            f"{100 * share:.1f}% of it reached"
+        )
+    if args.plot:
+        plot(llm.steps, args.plot, f"{num_seqs} sequences, {num_tokens / median:,.0f} new tokens a second")
     checks = check_run(llm, workload, completions, args.num_checked) if args.num_checked else {}
     if checks:
         print(
@@ -189,6 +316,7 @@ def main() -> None:
             "seconds": round(median, 4),
             "all_seconds": [round(t, 4) for t in times],
             "tok_per_s": round(num_tokens / median, 2),
+            "roofline_share": share and round(share, 4),
         }
         print(json.dumps(result | checks))
 

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import Batch, Output
 from nanovllm.engine.sequence import Sequence
+
+# A gap between the best two logits that another batch, chunk or cache cannot turn round: float32 moves by about 1e-5.
+CLEAR = 1e-4
 
 
 @dataclass
@@ -32,9 +37,11 @@ class Recording:
     # (sequence, cached tokens, block table) of each admission; a preempted sequence is admitted again.
     admissions: list[tuple[Sequence, int, list[int]]] = field(default_factory=list)
     preempted_lengths: list[int] = field(default_factory=list)
+    # Of each step, between the best two logits of any of its rows.
+    gaps: list[float] = field(default_factory=list)
 
     def clear(self) -> None:
-        for entries in (self.seqs, self.steps, self.admissions, self.preempted_lengths):
+        for entries in (self.seqs, self.steps, self.admissions, self.preempted_lengths, self.gaps):
             entries.clear()
 
     @property
@@ -73,7 +80,7 @@ def observe(llm: LLM) -> Recording:
     """Wrap the scheduler of `llm`; its invariants are checked whenever it has decided or committed something."""
     log, scheduler, blocks = Recording(), llm.scheduler, llm.scheduler.block_manager
     add, schedule, postprocess, preempt = scheduler.add, scheduler.schedule, scheduler.postprocess, scheduler.preempt
-    allocate = blocks.allocate
+    allocate, sampler = blocks.allocate, llm.model_runner.sampler
 
     def recorded_add(seq: Sequence) -> None:
         log.seqs.append(seq)
@@ -101,6 +108,13 @@ def observe(llm: LLM) -> Recording:
         allocate(seq)
         log.admissions.append((seq, seq.num_cached_tokens, list(seq.block_table)))
 
+    def recorded_sampler(logits: torch.Tensor, *args: object) -> torch.Tensor:
+        if len(logits):
+            best = logits.topk(2).values
+            log.gaps.append((best[:, 0] - best[:, 1]).min().item())
+        return sampler(logits, *args)
+
+    llm.model_runner.sampler = recorded_sampler
     scheduler.add, scheduler.schedule, scheduler.postprocess = recorded_add, recorded_schedule, recorded_postprocess
     scheduler.preempt, blocks.allocate = recorded_preempt, recorded_allocate
     return log

@@ -86,11 +86,15 @@ class PromptEncoder:
             raise TypeError(f"prompt {index} is a {type(ids).__name__}; give a string or a list of token ids")
         if len(ids) == 0:
             raise ValueError(f"prompt {index} is empty; give it at least one token")
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.dtype.kind not in "iu":
+        try:
+            array = np.asarray(ids)
+        except ValueError:  # lists of unequal depth
+            array = np.asarray(ids, dtype=object)
+        is_flat = array.ndim == 1 and array.dtype.kind in "iu"
+        if not is_flat and not all(type(i) is int for i in ids):  # NumPy has no type for integers beyond 64 bits
             raise TypeError(f"prompt {index} must be a flat list of integer token ids")
-        if array.min() < 0 or array.max() >= self.vocab_size:
-            bad = array[(array < 0) | (array >= self.vocab_size)][0]
+        if not is_flat or array.min() < 0 or array.max() >= self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise ValueError(f"prompt {index} holds token id {bad}; ids go from 0 to {self.vocab_size - 1}")
         if len(array) >= self.max_model_len:
             raise ValueError(
