@@ -75,7 +75,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_choices()
-        self._check_built()
+        self._check_ranks()
         self.model = resolve_model_path(self.model)
         self.model_config = ModelConfig.from_pretrained(self.model)
         limit = self.model_config.max_position_embeddings
@@ -125,10 +125,21 @@ class Config:
         expected = "'auto', one backend's name, or two for prefill and decode, as in 'flash_attn,triton'"
         _check_match("attention_backend", self.attention_backend, r"\w+(,\w+)?", expected)
 
-    def _check_built(self) -> None:
-        """Fields whose feature does not exist yet are refused by name instead of being ignored."""
-        if self.tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size}: not built yet; use 1")
+    def _check_ranks(self) -> None:
+        """Each rank has a GPU of its own, the first ones that are visible."""
+        if self.tensor_parallel_size == 1:
+            return
+        if self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device={self.device!r} names one GPU and tensor_parallel_size={self.tensor_parallel_size} needs as "
+                "many; use device='cuda' and choose the GPUs with CUDA_VISIBLE_DEVICES"
+            )
+        num_gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else None
+        if num_gpus is not None and self.tensor_parallel_size > num_gpus:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is more than the {num_gpus} visible GPUs; lower it, "
+                "or use device='cpu'"
+            )
 
 
 def config_from_kwargs(model: str, kwargs: dict[str, object]) -> Config:

@@ -11,12 +11,15 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
+import torch
+
 from nanovllm.config import Config, config_from_kwargs
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.inputs import Prompt, PromptEncoder
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.scheduler import Batch, Output, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.workers import Workers, threads_per_rank
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupts import deferred_interrupt
 
@@ -39,9 +42,13 @@ class LLMEngine:
         """
         self.config = config_from_kwargs(model, kwargs)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.config.model)
-        self.model_runner: ModelRunner | None = ModelRunner(self.config)
+        self._workers = Workers(self.config) if self.config.tensor_parallel_size > 1 else None
+        try:
+            self.model_runner: ModelRunner | None = build_runner(self.config, self._workers)
+        except BaseException as error:
+            raise self._shut_down_after(error) from error
         # Runs at the latest at interpreter exit, and does not keep the engine alive until then.
-        self._finalizer = weakref.finalize(self, ModelRunner.exit, self.model_runner)
+        self._finalizer = weakref.finalize(self, release, self._workers, self.model_runner)
         num_blocks = self.model_runner.num_kvcache_blocks
         self.max_model_len = fit_max_model_len(self.config, num_blocks)
         self.scheduler = Scheduler(
@@ -115,14 +122,19 @@ class LLMEngine:
                     if batch is None:
                         break
                     self._in_flight.append((batch, None))
+                if self._workers is not None:
+                    self._workers.call("launch", batch)
                 self._in_flight[-1] = (batch, self.model_runner.launch(batch))
             if not self._in_flight:
                 return [], 0
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
-        except BaseException:
+        except BaseException as error:
             self._roll_back()
-            raise
+            if self._workers is None:
+                raise
+            # The ranks may have stopped at different places: nothing brings them back into step.
+            raise self._shut_down_after(error) from error
         with deferred_interrupt():
             self._in_flight.popleft()
             outputs = self.scheduler.postprocess(batch, token_ids)
@@ -146,13 +158,43 @@ class LLMEngine:
     # ------------------------------------------------------------------ life
 
     def exit(self) -> None:
-        """Give back the device memory. May be called twice; the engine takes no requests afterwards."""
+        """End the other ranks and give back the device memory. May be called twice; takes no requests afterwards."""
         self._finalizer()
-        self.model_runner = None
+        self.model_runner = self._workers = None
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.exit()
+
+    def _shut_down_after(self, error: BaseException) -> BaseException:
+        """End all ranks; returns what to raise, the failure of another rank if that was the cause."""
+        workers, runner = self._workers, getattr(self, "model_runner", None)
+        explained = workers.explain(error) if workers is not None else error
+        release(workers, runner)
+        self.model_runner = self._workers = None
+        return explained
 
     def _check_alive(self) -> None:
         if self.model_runner is None:
             raise RuntimeError("this engine has exited; build a new LLM")
+
+
+def build_runner(config: Config, workers: Workers | None) -> ModelRunner:
+    """Rank 0's runner, on its share of the CPU's threads."""
+    if workers is None:
+        return ModelRunner(config)
+    torch.set_num_threads(threads_per_rank(workers.size))
+    return ModelRunner(config, workers.group)
+
+
+def release(workers: Workers | None, runner: ModelRunner | None) -> None:
+    """End the other ranks, then give back this one's memory; needs no engine, so that it can outlive one."""
+    if workers is not None:
+        workers.shut_down()
+    if runner is not None:
+        runner.exit()
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":

@@ -74,7 +74,7 @@ class ModelRunner:
         self.group = group
         self.block_size = config.kvcache_block_size
         self.max_model_len = config.max_model_len
-        self.device = resolve_device(config.device)
+        self.device = resolve_device(config.device, group.rank if group.size > 1 else None)
         self.dtype = resolve_dtype(config, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -93,6 +93,8 @@ class ModelRunner:
         peak = self._warm_up() if self.device.type == "cuda" else 0
         clock.lap("warm-up")
         self.num_kvcache_blocks = self._num_kvcache_blocks(peak, use_graphs)
+        # Block ids mean the same on every rank, so all have as many as the poorest.
+        self.num_kvcache_blocks = group.min(self.num_kvcache_blocks, self.device)
         self._bind_cache(self.num_kvcache_blocks)
         if self.device.type == "cuda":
             self._compile()
@@ -148,7 +150,7 @@ class ModelRunner:
         rows = torch.full((self.max_num_rows,), self.tables.pad_row, device=self.device)
         context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
         logits = self.compute_logits(input_ids, positions, context)
-        self.sampler(logits, self.tables.temperatures[rows], self.tables.seeds[rows], rows)
+        self._sample(logits, rows, self.tables.temperatures[rows], self.tables.seeds[rows], rows, all_greedy=False)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
@@ -280,11 +282,8 @@ class ModelRunner:
         ends = [batch.starts[i] + batch.counts[i] for i in lines]
         device_rows, device_ends = upload([rows, ends], torch.int64, self.device)
         tables = self.tables
-        ids = self.sampler(
-            logits, tables.temperatures[device_rows], tables.seeds[device_rows], device_ends, tables.all_greedy(rows)
-        )
-        tables.last_tokens[device_rows] = ids
-        return ids
+        temperatures, seeds = tables.temperatures[device_rows], tables.seeds[device_rows]
+        return self._sample(logits, device_rows, temperatures, seeds, device_ends, tables.all_greedy(rows))
 
     def prepare_decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions [B]: all that a decode step needs from the host."""
@@ -296,9 +295,7 @@ class ModelRunner:
         inputs = self.tables.decode_inputs(rows, positions, self.block_size)
         logits = self._decode_logits(inputs)
         # The new token stands right behind the context.
-        ids = self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
-        self.tables.last_tokens[rows] = ids
-        return ids
+        return self._sample(logits, rows, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
 
     @torch.inference_mode()
     def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -318,9 +315,28 @@ class ModelRunner:
         )
         return self.compute_logits(inputs.input_ids, inputs.positions, context)
 
+    def _sample(
+        self,
+        logits: torch.Tensor | None,
+        rows: torch.Tensor,
+        temperatures: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        all_greedy: bool,
+    ) -> torch.Tensor:
+        """Sample one token per row on rank 0, and leave it on every rank where the next decode step reads it."""
+        if logits is not None:
+            ids = self.sampler(logits, temperatures, seeds, positions, all_greedy)
+        else:
+            ids = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        # On the device, without a trip to the host: the next step may be launched before anybody has seen the ids.
+        ids = self.group.broadcast(ids)
+        self.tables.last_tokens[rows] = ids
+        return ids
+
     @torch.inference_mode()
-    def compute_logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-        """One forward pass; logits [S, vocab] of the rows that the context names."""
+    def compute_logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """One forward pass; on rank 0 the logits [S, vocab] of the rows that the context names."""
         set_context(context)
         try:
             return self.model.compute_logits(self.model(input_ids, positions))
@@ -336,10 +352,12 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def resolve_device(name: str) -> torch.device:
-    """The torch device behind `Config.device`; ValueError if it is not there."""
+def resolve_device(name: str, rank: int | None = None) -> torch.device:
+    """The torch device behind `Config.device`, of one of several ranks if given; ValueError if it is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and rank is not None:
+        name = f"cuda:{rank}"
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():

@@ -32,6 +32,19 @@ class Group:
         self._pg.allgather([parts], [x.contiguous()]).wait()
         return parts if self.rank == 0 else None
 
+    def min(self, value: int, device: torch.device) -> int:
+        """The smallest of the ranks' values, on every rank."""
+        if self.size == 1:
+            return value
+        parts = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        self._pg.allgather([parts], [torch.tensor([value], device=device)]).wait()
+        return min(int(part) for part in parts)
+
+    def abort(self) -> None:
+        """Break off whatever collective this rank waits in; the group is of no use afterwards."""
+        if self.size > 1:
+            self._pg.abort()
+
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x` on every rank, in place."""
         if self.size > 1:
