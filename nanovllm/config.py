@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from nanovllm.models.model_config import SUPPORTED_DTYPES, ModelConfig
+from nanovllm.utils.dist import divide
 from nanovllm.utils.hub import resolve_model_path
 
 logger = logging.getLogger("nanovllm")
@@ -78,6 +79,7 @@ class Config:
         self._check_ranks()
         self.model = resolve_model_path(self.model)
         self.model_config = ModelConfig.from_pretrained(self.model)
+        self._check_split()
         limit = self.model_config.max_position_embeddings
         if self.max_model_len > limit:
             logger.info("max_model_len=%d lowered to the model's max_position_embeddings=%d", self.max_model_len, limit)
@@ -139,6 +141,17 @@ class Config:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is more than the {num_gpus} visible GPUs; lower it, "
                 "or use device='cpu'"
+            )
+
+    def _check_split(self) -> None:
+        """The vocabulary is padded and KV heads are held twice where needed; the rest has to divide by the ranks."""
+        size, num_kv_heads = self.tensor_parallel_size, self.model_config.num_key_value_heads
+        for name in ("num_attention_heads", "intermediate_size"):
+            divide(f"the model's {name}", getattr(self.model_config, name), size)
+        if num_kv_heads % size and size % num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={size} is neither a divisor nor a multiple of the model's num_key_value_heads="
+                f"{num_kv_heads}; use one that is"
             )
 
 

@@ -175,9 +175,49 @@ def test_numpy_numbers_become_plain_ones(folder):
     assert type(config.gpu_memory_utilization) is float
 
 
-def test_feature_that_does_not_exist_yet_is_refused_by_name(folder):
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: not built yet"):
-        Config(folder, tensor_parallel_size=2)
+def see_gpus(monkeypatch, number):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "auto"), (0, "cpu"), (1, "cpu"), (2, "auto"), (4, "cuda")])
+def test_two_ranks_on_a_cpu_or_on_as_many_gpus(folder, monkeypatch, gpus, device):
+    see_gpus(monkeypatch, gpus)
+    assert Config(folder, tensor_parallel_size=2, device=device).tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(1, "auto"), (1, "cuda"), (3, "auto")])
+def test_pitfall_46_more_ranks_than_gpus_are_refused(folder, monkeypatch, gpus, device):
+    see_gpus(monkeypatch, gpus)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=4 is more than the {gpus} visible GPUs"):
+        Config(folder, tensor_parallel_size=4, device=device)
+
+
+def test_one_gpu_by_number_cannot_hold_several_ranks(folder):
+    with pytest.raises(ValueError, match="device='cuda:1' names one GPU and tensor_parallel_size=2 needs"):
+        Config(folder, tensor_parallel_size=2, device="cuda:1")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_the_model_splits_over(folder, ranks):
+    """4 heads and 2 KV heads: on 4 ranks each KV head is held twice; 100 tokens divide by 4, 99 would be padded."""
+    assert Config(folder, tensor_parallel_size=ranks, device="cpu").tensor_parallel_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "numbers"),
+    [
+        (3, {}, "num_attention_heads=4 .* tensor_parallel_size=3"),
+        (8, {}, "num_attention_heads=4 .* tensor_parallel_size=8"),
+        (2, {"intermediate_size": 97}, "intermediate_size=97 .* tensor_parallel_size=2"),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "tensor_parallel_size=2 .* num_key_value_heads=3"),
+    ],
+)
+def test_pitfall_49_ranks_that_the_model_does_not_split_over(folder, ranks, changes, numbers):
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=numbers):
+        Config(folder, tensor_parallel_size=ranks, device="cpu")
 
 
 def test_max_model_len_is_lowered_to_what_the_model_can_and_logged(folder, caplog):

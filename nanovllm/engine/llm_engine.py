@@ -9,9 +9,7 @@ import random
 import weakref
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NoReturn
 
 from nanovllm.config import Config, config_from_kwargs
 from nanovllm.engine.block_manager import BlockManager
@@ -19,8 +17,9 @@ from nanovllm.engine.inputs import Prompt, PromptEncoder
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.scheduler import Batch, Output, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.workers import Workers, threads_per_rank
+from nanovllm.engine.workers import Workers
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.dist import SINGLE
 from nanovllm.utils.interrupts import deferred_interrupt
 
 if TYPE_CHECKING:
@@ -42,11 +41,13 @@ class LLMEngine:
         """
         self.config = config_from_kwargs(model, kwargs)
         self.tokenizer = None if self.config.skip_tokenizer_init else load_tokenizer(self.config.model)
+        self.model_runner: ModelRunner | None = None
+        self._finalizer: weakref.finalize | None = None
         self._workers = Workers(self.config) if self.config.tensor_parallel_size > 1 else None
         try:
-            self.model_runner: ModelRunner | None = build_runner(self.config, self._workers)
+            self.model_runner = ModelRunner(self.config, SINGLE if self._workers is None else self._workers.group)
         except BaseException as error:
-            raise self._shut_down_after(error) from error
+            self._fail(error)
         # Runs at the latest at interpreter exit, and does not keep the engine alive until then.
         self._finalizer = weakref.finalize(self, release, self._workers, self.model_runner)
         num_blocks = self.model_runner.num_kvcache_blocks
@@ -134,7 +135,7 @@ class LLMEngine:
             if self._workers is None:
                 raise
             # The ranks may have stopped at different places: nothing brings them back into step.
-            raise self._shut_down_after(error) from error
+            self._fail(error)
         with deferred_interrupt():
             self._in_flight.popleft()
             outputs = self.scheduler.postprocess(batch, token_ids)
@@ -159,7 +160,8 @@ class LLMEngine:
 
     def exit(self) -> None:
         """End the other ranks and give back the device memory. May be called twice; takes no requests afterwards."""
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
         self.model_runner = self._workers = None
 
     def __enter__(self) -> "LLMEngine":
@@ -168,25 +170,20 @@ class LLMEngine:
     def __exit__(self, *_: object) -> None:
         self.exit()
 
-    def _shut_down_after(self, error: BaseException) -> BaseException:
-        """End all ranks; returns what to raise, the failure of another rank if that was the cause."""
-        workers, runner = self._workers, getattr(self, "model_runner", None)
-        explained = workers.explain(error) if workers is not None else error
-        release(workers, runner)
-        self.model_runner = self._workers = None
-        return explained
+    def _fail(self, error: BaseException) -> NoReturn:
+        """End all ranks, then raise `error`, or the failure of another rank that is behind it."""
+        explained = error
+        if self._workers is not None:
+            explained = self._workers.explain(error)
+            self._workers.shut_down(grace_s=0)
+        self.exit()
+        if explained is error:
+            raise error
+        raise explained from error
 
     def _check_alive(self) -> None:
         if self.model_runner is None:
             raise RuntimeError("this engine has exited; build a new LLM")
-
-
-def build_runner(config: Config, workers: Workers | None) -> ModelRunner:
-    """Rank 0's runner, on its share of the CPU's threads."""
-    if workers is None:
-        return ModelRunner(config)
-    torch.set_num_threads(threads_per_rank(workers.size))
-    return ModelRunner(config, workers.group)
 
 
 def release(workers: Workers | None, runner: ModelRunner | None) -> None:

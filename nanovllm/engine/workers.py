@@ -1,11 +1,12 @@
 """The processes of ranks 1 and up: how they start, take commands, fail and end.
 
 `LLMEngine` makes a `Workers` when there is more than one rank. Each process runs `worker_main`: it builds its
-`ModelRunner`, says that it is ready, and executes the commands that rank 0 sends, in lockstep with rank 0.
+`ModelRunner` and executes the commands that rank 0 sends, in lockstep with rank 0.
 
 Nothing outlives anything:
 - A worker that raises sends its traceback and ends; a thread of rank 0 watches for that and for silent deaths, ends the
   other workers and breaks off the collective that rank 0 may be waiting in, so the error reaches the caller at once.
+- A rank that stalls makes the collective of the others time out, which is a failure like any other.
 - A worker whose parent is gone, however it died, ends itself: it watches a pipe that the system closes.
 - No name is left: the store listens on a port that the system picks, the segment loses its name at the start.
 """
@@ -36,6 +37,8 @@ logger = logging.getLogger("nanovllm")
 # A collective that takes longer means that some rank has stalled. A start that compiles kernels can skew the ranks.
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 EXIT_GRACE_S = 5.0  # what a worker gets to end by itself before it is killed
+SETTLE_S = 0.2  # within which the failures that follow from the first one come in
+EXPLAIN_S = 2.0  # for how long an error of rank 0 waits for another rank's failure that may be behind it
 
 
 class WorkerError(RuntimeError):
@@ -45,99 +48,150 @@ class WorkerError(RuntimeError):
 class Workers:
     """Rank 0's handle on the other ranks."""
 
-    def __init__(self, config: Config, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+    def __init__(self, config: Config) -> None:
         """Start the processes and connect with them. Raises WorkerError if one fails before it is connected."""
-        _refuse_import_of_main()
+        _refuse_where_none_can_start()
         self.size = config.tensor_parallel_size
+        self.group: Group | None = None
+        self._pid = os.getpid()
         self._context = multiprocessing.get_context("spawn")
+        self._timeout = COLLECTIVE_TIMEOUT
         self._failure: str | None = None
         self._is_ending = False
-        self.group: Group | None = None
-        # The store's server lives here; port 0 leaves the choice to the system, and it is bound when we learn it.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._channel = ChannelWriter(self._context, self.size - 1)
+        self._watcher: threading.Thread | None = None
         self._reports: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._threads_before, self._threads = torch.get_num_threads(), threads_per_rank(self.size)
+        # The store's server lives here; port 0 leaves the choice to the system, and it is bound when we learn it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._channel = ChannelWriter(self._context, self.size - 1, self._timeout.total_seconds())
         try:
-            self._start(config, timeout)
+            torch.set_num_threads(self._threads)
+            self._start(config)
             self._channel.wait_attached()
-            self.group = Group(0, self.size, connect(config, self._store, 0, self.size, timeout))
+            self.group = Group(0, self.size, self._connect(config))
         except BaseException as error:
-            self.shut_down()
-            raise self.explain(error) from error
+            explained = self.explain(error)
+            self.shut_down(grace_s=0)
+            if explained is error:
+                raise
+            raise explained from error
 
-    def _start(self, config: Config, timeout: timedelta) -> None:
+    def _start(self, config: Config) -> None:
         for rank in range(1, self.size):
             ours, theirs = self._context.Pipe(duplex=False)
+            self._reports.append(ours)
             reader_end = self._channel.reader_ends[rank - 1]
-            arguments = (config, rank, self._store.port, timeout, self._channel.segment_name, reader_end, theirs)
+            arguments = (config, rank, self._store.port, self._timeout, self._channel.segment_name, reader_end, theirs)
             process = self._context.Process(
                 target=worker_main, args=arguments, name=f"nanovllm-rank-{rank}", daemon=True
             )
-            with thread_environment(config, self.size):
-                process.start()
-            theirs.close()
-            reader_end.close()
-            self._processes.append(process)
-            self._reports.append(ours)
+            try:
+                with start_environment(self.size):
+                    process.start()
+                self._processes.append(process)
+            finally:
+                # From here on only the worker holds these ends, so that its death closes them.
+                theirs.close()
+                reader_end.close()
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-watcher", daemon=True)
         self._watcher.start()
 
+    def _connect(self, config: Config) -> "dist.ProcessGroup":
+        """Join the group; in a thread, since nothing can break off the wait in there for a rank that has died."""
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append(connect(config, self._store, 0, self.size, self._timeout))
+            except Exception as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=run, name="nanovllm-connect", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            if self._failure is not None:
+                raise RuntimeError("a rank has ended before it was connected")
+            thread.join(0.1)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
     def _watch(self) -> None:
         """Wait for the first report or death; then end what is left and free rank 0 from whatever it waits in."""
-        sentinels = {process.sentinel: rank for rank, process in enumerate(self._processes, 1)}
-        reports = {report: rank for rank, report in enumerate(self._reports, 1)}
-        first = wait([*sentinels, *reports])[0]
+        wait(self._reports)
         if self._is_ending:
             return
-        rank = sentinels.get(first) or reports[first]
-        report = self._reports[rank - 1]
-        text = None
-        with contextlib.suppress(EOFError, OSError):
-            text = report.recv() if report.poll(1.0) else None
-        if text is None:
-            self._processes[rank - 1].join(EXIT_GRACE_S)
-            text = (
-                f"rank {rank} died without a word, exit code {self._processes[rank - 1].exitcode}. If the script "
-                "has no `if __name__ == '__main__':` guard around what builds the LLM, add it"
-            )
-        self._failure = self._failure or text
-        self._kill()
+        self._failure = self._cause()
+        self._kill()  # which also closes the connections that rank 0 may be waiting on
         if self.group is not None:
             self.group.abort()
 
-    def call(self, method: str, *args: Any) -> None:  # noqa: ANN401
+    def _cause(self) -> str:
+        """The failure behind the others. One rank's end breaks its peers' collectives, and they fail in turn."""
+        time.sleep(SETTLE_S)
+        told: list[tuple[float, str]] = []
+        for rank, report in enumerate(self._reports, 1):
+            try:
+                if report.poll():
+                    told.append(report.recv())
+            except (EOFError, OSError):
+                process = self._processes[rank - 1]
+                process.join(EXIT_GRACE_S)
+                text = f"rank {rank} died without a word, exit code {process.exitcode}"
+                if self.group is None:
+                    text += (
+                        ". If stderr shows that it ran this script from the top: put the code that builds the LLM "
+                        "under `if __name__ == '__main__':`"
+                    )
+                return text
+        return min(told)[1]
+
+    def call(self, method: str, *args: Any) -> None:
         """Have every other rank call `method` of its ModelRunner. Does not wait for them."""
         self._channel.send((method, args))
 
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for `error`: a rank's own failure, if there was one, says more than its consequences here."""
-        if not isinstance(error, Exception):  # an interrupt stays one
+        # Anything else, a user's mistake or an interrupt, does not come from a broken connection.
+        if self._watcher is None or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
-        deadline = time.monotonic() + EXIT_GRACE_S
-        # The broken connection may be seen here before the watcher has read the report.
-        while self._failure is None and time.monotonic() < deadline and any(p.exitcode for p in self._processes):
-            time.sleep(0.05)
+        # The broken connection may be seen here before the watcher, which then ends, has found out why.
+        self._watcher.join(EXPLAIN_S)
         return error if self._failure is None else WorkerError(self._failure)
 
-    def shut_down(self) -> None:
-        """End all workers, by themselves if they can; may be called twice and on a half-built object."""
+    def shut_down(self, grace_s: float = EXIT_GRACE_S) -> None:
+        """End all workers, by themselves within `grace_s` if they can; may be called twice, and half-built."""
+        if os.getpid() != self._pid:  # a forked copy of this object: the workers are not its children
+            return
         self._is_ending = True
-        with contextlib.suppress(OSError, EOFError):
-            self._channel.close()  # the end of the commands is the signal to end
-        deadline = time.monotonic() + EXIT_GRACE_S
+        self._channel.close()  # the end of the commands is the signal to end
+        deadline = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0.0))
         self._kill()
+        # Garbage collection may call this from any thread.
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(EXIT_GRACE_S)
+        if self.group is not None and self._failure is None:
+            self.group.abort()
         for report in self._reports:
             report.close()
-        self.group = None
+        for process in self._processes:
+            if process.exitcode is not None:  # the system may take its time over one that holds a device
+                process.close()
+        self._processes.clear()
+        self._reports.clear()
+        self.group = self._store = None
+        # Unless somebody else has changed it since.
+        if torch.get_num_threads() == self._threads:
+            torch.set_num_threads(self._threads_before)
 
     def _kill(self) -> None:
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
-                process.join(EXIT_GRACE_S)
+            process.kill()
+        for process in self._processes:
+            process.join(EXIT_GRACE_S)
 
 
 def worker_main(
@@ -150,14 +204,13 @@ def worker_main(
     report: Connection,
 ) -> None:
     """The life of one rank above 0."""
-    # Ctrl-C goes to the whole process group; rank 0 decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    exit_code = 0
     try:
-        channel = ChannelReader(segment_name, commands)
-        torch.set_num_threads(threads_per_rank(config.tensor_parallel_size))
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
         size = config.tensor_parallel_size
+        torch.set_num_threads(threads_per_rank(size))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        channel = ChannelReader(segment_name, commands)  # which tells rank 0 that this one has come as far as this
         group = Group(rank, size, connect(config, store, rank, size, timeout))
 
         from nanovllm.engine.model_runner import ModelRunner
@@ -170,15 +223,20 @@ def worker_main(
                 break
             getattr(runner, method)(*args)
     except BaseException:
+        exit_code = 1
         with contextlib.suppress(OSError):
-            report.send(f"rank {rank} failed:\n{traceback.format_exc()}")
+            report.send((time.monotonic(), f"rank {rank} failed:\n{traceback.format_exc()}"))
     # Not through the interpreter's shutdown: a destructor must not wait for a collective that nobody will join.
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def _end_with_parent() -> None:
-    wait([multiprocessing.parent_process().sentinel])
+    parent = multiprocessing.parent_process()
+    # A process that the parent has forked keeps the sentinel's pipe open; hence also a look every second.
+    while os.getppid() == parent.pid and not wait([parent.sentinel], timeout=1.0):
+        pass
     os._exit(1)
 
 
@@ -207,23 +265,35 @@ def threads_per_rank(size: int) -> int:
 
 
 @contextlib.contextmanager
-def thread_environment(config: Config, size: int) -> Iterator[None]:
-    """OpenMP reads its thread count when a process starts: set it for the processes started in here."""
+def start_environment(size: int) -> Iterator[None]:
+    """What a process started in here inherits: its share of threads, which OpenMP reads once, and a blocked SIGINT.
+
+    Ctrl-C goes to every process of the terminal, and what it means is for rank 0 to decide.
+    """
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(size))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _refuse_import_of_main() -> None:
-    """A spawned process imports the main script; without a guard that would build an engine in there again."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+def _refuse_where_none_can_start() -> None:
+    """RuntimeError, with the remedy, in a process that may not start others."""
+    process = multiprocessing.current_process()
+    # A spawned process imports the main script; without a guard that would build an engine in there again.
+    if getattr(process, "_inheriting", False):
         raise RuntimeError(
             "an LLM with tensor_parallel_size > 1 starts processes that import this script again; put the code that "
             "builds it under `if __name__ == '__main__':`"
+        )
+    if process.daemon:
+        raise RuntimeError(
+            "an LLM with tensor_parallel_size > 1 starts processes, which Python forbids to a daemonic one like this; "
+            "start it with daemon=False"
         )

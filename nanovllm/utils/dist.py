@@ -41,8 +41,11 @@ class Group:
         return min(int(part) for part in parts)
 
     def abort(self) -> None:
-        """Break off whatever collective this rank waits in; the group is of no use afterwards."""
-        if self.size > 1:
+        """Break off whatever collective this rank waits in; the group is of no use afterwards.
+
+        That is NCCL's way. On gloo a collective ends when the connections do, with the death of a peer.
+        """
+        if self.size > 1 and hasattr(self._pg, "abort"):
             self._pg.abort()
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
