@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -59,15 +60,24 @@ def write_shape(name: str, directory: str) -> str:
     return directory
 
 
-def make_workload(seed: int, num_seqs: int, input_len: int | None, output_len: int | None, longest: int) -> Workload:
+def make_workload(
+    seed: int,
+    num_seqs: int,
+    input_len: int | None,
+    output_len: int | None,
+    longest: int,
+    vocab_size: int = 151936,
+) -> Workload:
     """Random prompts and output lengths of 100 to `longest` tokens, in nano-vLLM's order of random calls.
 
     A given `input_len` or `output_len` replaces the random lengths.
     """
     rng = random.Random(seed)
+    largest_id = min(10000, vocab_size - 1)
     shortest = min(100, longest)
     prompts = [
-        [rng.randint(0, 10000) for _ in range(input_len or rng.randint(shortest, longest))] for _ in range(num_seqs)
+        [rng.randint(0, largest_id) for _ in range(input_len or rng.randint(shortest, longest))]
+        for _ in range(num_seqs)
     ]
     return prompts, [output_len or rng.randint(shortest, longest) for _ in range(num_seqs)]
 
@@ -248,7 +258,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--flops", type=float, help="bfloat16 matmul FLOPs a second; default: measured, GPU only")
     parser.add_argument("--plot", metavar="PNG", help="draw the last run (needs matplotlib: pip install -e '.[plot]')")
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install -e '.[plot]'")
+    return args
 
 
 def main() -> None:
@@ -280,9 +295,11 @@ def main() -> None:
             **options,
         )
     print(f"Started in {time.perf_counter() - start:.1f}s")
-    run(llm, make_workload(1, num_seqs, args.input_len, min(args.output_len or 32, 32), longest), args.temperature)
+    vocab_size = llm.config.model_config.vocab_size
+    warm_up_len = min(args.output_len or 32, 32)
+    run(llm, make_workload(1, num_seqs, args.input_len, warm_up_len, longest, vocab_size), args.temperature)
 
-    workload = make_workload(0, num_seqs, args.input_len, args.output_len, longest)
+    workload = make_workload(0, num_seqs, args.input_len, args.output_len, longest, vocab_size)
     num_tokens = sum(workload[1])
     times, completions = [], []
     for _ in range(args.repeats):

@@ -179,9 +179,9 @@ def make_story(rng: random.Random, hero: str) -> str:
 
 
 def ask_sum(rng: random.Random) -> tuple[str, str]:
-    """A sum that is not held out: three times in four of numbers below 100, else of numbers below 1000."""
+    """A sum that is not held out: two times in three of numbers below 100, else of numbers below 1000."""
     while True:
-        limit = 100 if rng.random() < 3 / 4 else 1000
+        limit = 100 if rng.random() < 2 / 3 else 1000
         a, b = rng.randrange(limit), rng.randrange(limit)
         if not is_held_out(a, b):
             return rng.choice(SUM_PHRASINGS).format(a=a, b=b), str(a + b)
@@ -258,9 +258,8 @@ def ask_story(rng: random.Random) -> tuple[str, str]:
     return rng.choice(asks).format(with_article(hero)), make_story(rng, hero)
 
 
-# How many of each kind there are; long answers are rare, or their tokens would drown those of the sums.
-CHAT_KINDS = {ask_sum: 66, ask_count: 3, ask_primes: 1, ask_word: 9, ask_fact: 9, ask_small_talk: 5, ask_story: 3}
-PLAIN_STORY_SHARE = 0.01
+CHAT_KINDS = {ask_sum: 64, ask_count: 5, ask_primes: 2, ask_word: 9, ask_fact: 9, ask_small_talk: 5, ask_story: 4}
+PLAIN_STORY_SHARE = 0.02
 
 # ---- Prompts ----
 
@@ -702,7 +701,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the bundled tiny-qwen3 model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to measure with --eval-only")
     parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--minutes", type=float, default=4.0, help="longest time to train for")
+    parser.add_argument("--minutes", type=float, default=3.0, help="longest time to train for")
     parser.add_argument("--tokens-per-step", type=int, default=TOKENS_PER_STEP)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)

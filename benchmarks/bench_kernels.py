@@ -134,20 +134,26 @@ def bench_decode() -> None:
         q = torch.randn(batch, hq, d, device=DEVICE, dtype=torch.bfloat16)
         num_bytes = int(lengths.sum()) * hkv * d * 2 * 2
         results = {}
-        plan = decode_attention.plan_splits
+        plan, tile_config = decode_attention.plan_splits, decode_attention._tile_config
         for tokens in (64, 128, 256, 512, 1024, 2048):
             if width * 256 // tokens > 128 or batch * hkv * width * 256 // tokens > 1 << 16:
                 continue
             decode_attention.plan_splits = lambda b, h, m: (tokens, -(-m // tokens))
-            results[tokens] = time_us(
-                lambda: [
-                    decode_attention.decode_attention(q, k, v, tables, lens, width * 256, d**-0.5) for k, v in caches
-                ]
-            ) / layers  # fmt: skip
-        decode_attention.plan_splits = plan
+            for config in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
+                if config[0] > tokens:
+                    continue
+                decode_attention._tile_config = lambda *_: config
+                results[(tokens, *config)] = time_us(
+                    lambda: [
+                        decode_attention.decode_attention(q, k, v, tables, lens, width * 256, d**-0.5)
+                        for k, v in caches
+                    ]
+                ) / layers  # fmt: skip
+        decode_attention.plan_splits, decode_attention._tile_config = plan, tile_config
+        best = sorted(results.items(), key=lambda item: item[1])[:6]
         planned = plan(batch, hkv, width * 256)
-        row = ", ".join(f"{name}: {us:.1f} us {num_bytes / us / 1e6:.2f} TB/s" for name, us in results.items())
-        print(f"{batch} x {low}..{high} (plan {planned}): {row}")
+        row = ", ".join(f"{name}: {us:.1f} us {num_bytes / us / 1e6:.2f} TB/s" for name, us in best)
+        print(f"{batch} x {low}..{high} (plan {planned}), best (split, tile, stages): {row}")
 
 
 def main() -> None:

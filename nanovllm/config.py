@@ -20,13 +20,14 @@ from nanovllm.utils.hub import resolve_model_path
 logger = logging.getLogger("nanovllm")
 
 # Integer fields: smallest and largest value. A prompt needs room for itself and one token, hence 2.
-_INT_RANGES: dict[str, tuple[int, int | None]] = {
-    "max_num_batched_tokens": (1, None),
-    "max_num_seqs": (1, None),
-    "max_model_len": (2, None),
+_INT32 = 2**31 - 1  # positions, slots and block ids are int32 on the device
+_INT_RANGES: dict[str, tuple[int, int]] = {
+    "max_num_batched_tokens": (1, _INT32),
+    "max_num_seqs": (1, 1 << 20),
+    "max_model_len": (2, _INT32),
     "tensor_parallel_size": (1, 8),
-    "kvcache_block_size": (16, None),
-    "num_kvcache_blocks": (-1, None),
+    "kvcache_block_size": (16, 1 << 20),
+    "num_kvcache_blocks": (-1, _INT32),
     "seed": (0, 2**63 - 1),
 }
 _BOOLS = ("enforce_eager", "skip_tokenizer_init", "enable_prefix_caching", "overlap")
@@ -68,7 +69,7 @@ class Config:
     enable_prefix_caching: bool = True
     # Launch the next step before this one's tokens have reached the host; the tokens are the same either way.
     overlap: bool = True
-    # Makes sampling repeatable; None: other noise in every run.
+    # The same calls in the same order on a new engine draw the same tokens; None: other ones in every run.
     seed: int | None = None
     # The model's shapes and constants, read from config.json.
     model_config: ModelConfig = field(init=False)
@@ -93,9 +94,8 @@ class Config:
             # bool is a subclass of int; NumPy's integers are Integral and become plain ones.
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise TypeError(f"{name}={value!r} must be an integer")
-            if value < low or (high is not None and value > high):
-                bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-                raise ValueError(f"{name}={value} must be {bounds}")
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value} must be between {low} and {high}")
             setattr(self, name, int(value))
         if self.kvcache_block_size % 16:
             raise ValueError(
@@ -125,7 +125,7 @@ class Config:
         _check_match("load_format", self.load_format, "auto|dummy", "'auto' or 'dummy'")
         # Which names exist, and which work here, only the backends know: they answer before any weight is read.
         expected = "'auto', one backend's name, or two for prefill and decode, as in 'flash_attn,triton'"
-        _check_match("attention_backend", self.attention_backend, r"\w+(,\w+)?", expected)
+        _check_match("attention_backend", self.attention_backend, r"\w+(,\s*\w+)?", expected)
 
     def _check_ranks(self) -> None:
         """Each rank has a GPU of its own, the first ones that are visible."""
@@ -141,6 +141,11 @@ class Config:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is more than the {num_gpus} visible GPUs; lower it, "
                 "or use device='cpu'"
+            )
+        if num_gpus is not None or self.device == "cuda":
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size} on GPUs: written, but never run there yet, so it is "
+                "refused; use 1, or device='cpu'"
             )
 
     def _check_split(self) -> None:

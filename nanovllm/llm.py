@@ -36,7 +36,12 @@ class LLM(LLMEngine):
             TypeError, ValueError: a prompt or parameter that cannot be honoured, by its index; nothing of the call is
                 queued then.
         """
-        self._check_alive()
+        with self._exclusive():
+            return self._generate(prompts, sampling_params, use_tqdm)
+
+    def _generate(
+        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams], use_tqdm: bool
+    ) -> list[dict[str, Any]]:
         prompts = as_prompt_list(prompts)
         params = as_params_list(sampling_params, len(prompts))
         with tqdm(total=len(prompts), desc="Tokenizing", disable=not use_tqdm, dynamic_ncols=True) as bar:
@@ -46,7 +51,8 @@ class LLM(LLMEngine):
             seqs: list[Sequence] = []
             try:
                 with deferred_interrupt():
-                    seqs += [self._queue(ids, one) for ids, one in zip(token_ids, params, strict=True)]
+                    for ids, one in zip(token_ids, params, strict=True):
+                        seqs.append(self._queue(ids, one))
                 self._run_until_finished(seqs, bar)
             finally:
                 self._forget(seqs)
@@ -55,16 +61,15 @@ class LLM(LLMEngine):
     def _run_until_finished(self, seqs: list[Sequence], bar: tqdm) -> None:
         own = {seq.seq_id for seq in seqs}
         tokens = {"Prefill": 0, "Decode": 0}
-        seconds = {"Prefill": 0.0, "Decode": 0.0}
+        start = perf_counter()
         while own or self._in_flight:
-            start = perf_counter()
             # When all have ended, the step still in flight is settled and no other is launched.
             outputs, num_tokens = self._advance(launch=bool(own))
-            phase = "Prefill" if num_tokens > 0 else "Decode"
-            # Averages over the call: with a step in flight the time of a single one says little.
-            tokens[phase] += abs(num_tokens)
-            seconds[phase] += perf_counter() - start
-            bar.set_postfix({p: f"{tokens[p] / (seconds[p] or 1):.0f}tok/s" for p in tokens}, refresh=False)
+            assert num_tokens or not own, "nothing can run, and something is left to do"
+            # Averages over the call so far: with a step in flight the time of a single one says little.
+            tokens["Prefill" if num_tokens > 0 else "Decode"] += abs(num_tokens)
+            elapsed = perf_counter() - start
+            bar.set_postfix({p: f"{n / elapsed:.0f}tok/s" for p, n in tokens.items()}, refresh=False)
             for seq, _, reason in outputs:
                 if reason is not None and seq.seq_id in own:
                     own.remove(seq.seq_id)

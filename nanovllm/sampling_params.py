@@ -1,8 +1,10 @@
 """How one request is sampled and when it stops. Users build it; the engine reads it and never changes it."""
 
-import math
 import numbers
 from dataclasses import dataclass
+
+# Far beyond uniform; a larger one would drown the logits in the rounding of the noise, and overflow in the end.
+MAX_TEMPERATURE = 1e6
 
 
 @dataclass(slots=True)
@@ -20,13 +22,19 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Check all fields; once more when a request is made, since a field may have been set meanwhile."""
         # bool is a subclass of int: without its own check True would pass as temperature 1 or as one token.
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, numbers.Real):
             raise TypeError(
                 f"temperature={self.temperature!r} is not a number; use 0 for greedy, 1.0 for plain sampling"
             )
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r} must be finite and at least 0; use 0 for greedy")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:  # a NaN fails as well
+            raise ValueError(
+                f"temperature={self.temperature!r} must be between 0 and {MAX_TEMPERATURE:.0e}; use 0 for greedy"
+            )
         self.temperature = float(self.temperature)
 
         if self.max_tokens is not None:

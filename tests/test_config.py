@@ -180,10 +180,17 @@ def see_gpus(monkeypatch, number):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
 
-@pytest.mark.parametrize(("gpus", "device"), [(0, "auto"), (0, "cpu"), (1, "cpu"), (2, "auto"), (4, "cuda")])
-def test_two_ranks_on_a_cpu_or_on_as_many_gpus(folder, monkeypatch, gpus, device):
+@pytest.mark.parametrize(("gpus", "device"), [(0, "auto"), (0, "cpu"), (1, "cpu")])
+def test_two_ranks_on_a_cpu(folder, monkeypatch, gpus, device):
     see_gpus(monkeypatch, gpus)
     assert Config(folder, tensor_parallel_size=2, device=device).tensor_parallel_size == 2
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(2, "auto"), (4, "cuda")])
+def test_two_ranks_on_gpus_are_refused_until_they_have_run(folder, monkeypatch, gpus, device):
+    see_gpus(monkeypatch, gpus)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 on GPUs.*refused"):
+        Config(folder, tensor_parallel_size=2, device=device)
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(1, "auto"), (1, "cuda"), (3, "auto")])

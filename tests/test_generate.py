@@ -3,8 +3,11 @@
 import json
 import re
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from transformers import AutoTokenizer
@@ -208,6 +211,43 @@ def test_an_interrupted_generate_leaves_requests_queued_earlier(path, cases, ove
             assert_idle(llm)
 
 
+def interrupt_at(line: int) -> Callable[[FrameType, str, object], object]:
+    """A trace function that presses Ctrl-C on reaching so many lines of the engine's book-keeping."""
+    lines = iter(range(1, line))
+
+    def trace_line(frame: FrameType, event: str, arg: object) -> object:
+        if event == "line" and next(lines, None) is None:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return trace_line
+
+    books = ("scheduler.py", "block_manager.py", "sequence.py", "row_tables.py", "model_runner.py")
+    return lambda frame, event, arg: trace_line if frame.f_code.co_filename.endswith(books) else None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ctrl_c_anywhere_in_the_books(path, cases, overlap):
+    """A real SIGINT on one line after the other: with a block half taken, a token half appended, a row half entered."""
+    prompts, expected = cases[0][:0:-1], [ids[:12] for ids in cases[1][:0:-1]]
+    settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 5, "max_num_batched_tokens": 24, "max_num_seqs": 2}
+    with engine(path, overlap=overlap, **settings) as (llm, _):
+        struck, line = 0, 1
+        while True:
+            sys.settrace(interrupt_at(line))
+            try:
+                ids = greedy(llm, prompts, 12)
+            except KeyboardInterrupt:
+                struck += 1
+            else:
+                break
+            finally:
+                sys.settrace(None)
+            assert_idle(llm)
+            line += 131
+        assert ids == expected and struck > 20
+        assert llm.scheduler.num_preemptions > 0
+
+
 # ---- engines
 
 
@@ -282,7 +322,9 @@ def test_pitfall_08_every_eos_id_stops(with_eos, tiny_model, place):
     with engine(with_eos(**named), skip_tokenizer_init=False) as (llm, _):
         assert ids[stop] in llm.scheduler.eos_token_ids and len(llm.scheduler.eos_token_ids) >= 3
         ends, runs_on = llm.generate(
-            [prompt] * 2, [GREEDY, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)], use_tqdm=False
+            [prompt] * 2,
+            [GREEDY, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)],
+            use_tqdm=False,
         )
         assert ends["token_ids"] == ids[: stop + 1] and ends["finish_reason"] == "stop"
         assert runs_on["token_ids"] == ids and runs_on["finish_reason"] == "length"

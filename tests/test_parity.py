@@ -13,6 +13,12 @@ from tests.reference import decisive_tokens, random_prompt, story_prompt
 LENGTHS = (1, 255, 256, 257, 511, 512, 513)
 MAX_TOKENS = 20
 
+
+def rarely(*values: object) -> object:
+    """A parameter for the slow run: a bare `pytest` takes one of each kind to every configuration."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # Seeds for which every prompt's reference is decisive; `decisive_tokens` checks it again.
 CONFIGS: dict[str, dict[str, object]] = {
     "tied_head": {"seed": 2, "tie_word_embeddings": True},
@@ -78,7 +84,7 @@ def test_alone(config):
         assert log.most_rows == 1 and not any(log.first_hits)
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("block_size", [256, rarely(16)])
 def test_warm_prefix_cache(config, block_size):
     path, prompts, expected = config
     with engine(path, kvcache_block_size=block_size) as (llm, log):
@@ -88,12 +94,14 @@ def test_warm_prefix_cache(config, block_size):
         assert log.first_hits == cacheable(prompts, block_size) and max(log.first_hits) >= 512 - block_size
 
 
+@pytest.mark.slow
 def test_without_overlap(config):
     path, prompts, expected = config
     with engine(path, overlap=False) as (llm, _):
         assert greedy(llm, prompts, MAX_TOKENS) == expected
 
 
+@pytest.mark.slow
 def test_without_prefix_cache(config):
     path, prompts, expected = config
     with engine(path, enable_prefix_caching=False) as (llm, log):
@@ -101,7 +109,7 @@ def test_without_prefix_cache(config):
         assert not any(log.first_hits)
 
 
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(256, 4), (16, 37)])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(256, 4), rarely(16, 37)])
 def test_pool_so_small_that_it_preempts(config, block_size, num_blocks):
     path, prompts, expected = config
     pool = {"kvcache_block_size": block_size, "num_kvcache_blocks": num_blocks}
@@ -111,7 +119,7 @@ def test_pool_so_small_that_it_preempts(config, block_size, num_blocks):
         assert max(log.preempted_lengths) > 255  # one that had something to lose
 
 
-@pytest.mark.parametrize("budget", [256, 300, 512])
+@pytest.mark.parametrize("budget", [300, rarely(256), rarely(512)])
 def test_chunked_prefill(config, budget):
     path, prompts, expected = config
     with engine(path, max_num_batched_tokens=budget) as (llm, log):
@@ -119,7 +127,7 @@ def test_chunked_prefill(config, budget):
         assert log.most_chunks > 1 and log.most_tokens == budget
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 512])
+@pytest.mark.parametrize("max_num_seqs", [2, rarely(1), rarely(512)])
 def test_max_num_seqs(config, max_num_seqs):
     path, prompts, expected = config
     with engine(path, max_num_seqs=max_num_seqs) as (llm, log):
@@ -132,8 +140,9 @@ def test_everything_at_once(config):
     path, prompts, expected = config
     settings = {"kvcache_block_size": 16, "num_kvcache_blocks": 66, "max_num_batched_tokens": 300, "max_num_seqs": 2}
     with engine(path, **settings) as (llm, log):
-        # The longest first: two of them run side by side and outgrow the pool. Then those that ended last, still cached.
+        # The longest first: two of them run side by side and outgrow the pool.
         assert greedy(llm, prompts[::-1], MAX_TOKENS) == expected[::-1]
+        # Those that ended last are still cached.
         assert greedy(llm, prompts, MAX_TOKENS) == expected
         assert any(log.first_hits) and log.most_chunks > 1 and log.most_running == 2
         assert llm.scheduler.num_preemptions > 0

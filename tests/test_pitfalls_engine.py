@@ -55,7 +55,11 @@ def test_pitfall_21_300_tokens_from_around_a_block_boundary(path, long_runs, blo
 
 
 # Without the seeds whose completion comes near a tie somewhere.
-TIES = {16: {7, 8}, 256: {2, 3, 4, 10, 19, 20, 29, 33, 39, 42, 43, 44, 46, 47, 50, 51, 53, 54, 55, 57, 60, 62, 64, 66, 68, 71, 73, 74, 80, 81, 83, 84, 88, 89, 90, 94}}
+TIES = {
+    16: {7, 8},
+    256: {2, 3, 4, 10, 19, 20, 29, 33, 39, 42, 43, 44, 46, 47, 50, 51, 53, 54, 55, 57, 60, 62, 64, 66, 68, 71, 73, 74}
+    | {80, 81, 83, 84, 88, 89, 90, 94},
+}
 
 
 def shared_prefix_run(path: str, block_size: int, tail: int, max_tokens: int) -> None:
@@ -69,6 +73,7 @@ def shared_prefix_run(path: str, block_size: int, tail: int, max_tokens: int) ->
             results.append(greedy(llm, prompts, max_tokens))
             assert min(log.gaps) > CLEAR, "choose other seeds"
             assert (llm.scheduler.num_preemptions > 0) == (num_blocks == 40)
+            assert block_size in log.first_hits or num_blocks > 40
     small, big = results
     assert small == big
     assert [len(ids) for ids in small] == [max_tokens] * 64 and len(set(map(tuple, small))) == 64
@@ -153,7 +158,10 @@ def test_pitfall_27_a_prompt_larger_than_the_pool(path, caplog):
 
 
 def test_pitfall_27_a_pool_that_is_large_enough_lowers_nothing(path, caplog):
-    with caplog.at_level("WARNING", logger="nanovllm"), engine(path, num_kvcache_blocks=2, max_model_len=512) as (llm, _):
+    with (
+        caplog.at_level("WARNING", logger="nanovllm"),
+        engine(path, num_kvcache_blocks=2, max_model_len=512) as (llm, _),
+    ):
         assert llm.max_model_len == 512 and not caplog.records
 
 
@@ -228,11 +236,14 @@ def test_pitfall_32_every_block_has_the_same_hash(path, monkeypatch, constant):
         for order in (list(prompts), list(reversed(prompts))):
             for name in order:
                 assert greedy(llm, [prompts[name]], MAX_TOKENS) == [expected[name]], name
-        # The one mapping that all blocks share still serves the prompt that was last to enter it.
-        assert greedy(llm, [tail * 30], 3) == greedy(llm, [tail * 30], 3)
-    with engine(path) as (llm, log):
-        assert greedy(llm, list(prompts.values()), MAX_TOKENS) == list(expected.values())
-        assert greedy(llm, list(prompts.values()), MAX_TOKENS) == list(expected.values())
+        # The one entry that all blocks share still serves a prefix of one block.
+        name = "the common block first, where nothing precedes it"
+        for _ in range(2):
+            assert greedy(llm, [prompts[name]], MAX_TOKENS) == [expected[name]]
+        assert log.first_hits[-1] == 256
+    with engine(path) as (llm, _):
+        for _ in range(2):
+            assert greedy(llm, list(prompts.values()), MAX_TOKENS) == list(expected.values())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -249,7 +260,7 @@ def test_pitfall_33_the_gap_that_arriving_prompts_make(path, overlap, max_num_se
         for _ in range(20):
             llm.step()
         for i in range(50):
-            llm.add_request(random_prompt(300, seed=i), SamplingParams(temperature=0, max_tokens=60))
+            llm.add_request(random_prompt(300, seed=i), SamplingParams(temperature=0, max_tokens=10))
         while not llm.is_finished():
             llm.step()
     decodes = [i for i, step in enumerate(log.steps) if not step.is_prefill and long in step.seq_ids]

@@ -1,7 +1,8 @@
 """The KV cache's book-keeping: which block belongs to whom, and which prefix lies in which block.
 
-The `Scheduler` asks it for blocks and gives them back; nobody else touches it. It never sees the cache itself, only
-block ids, so it is plain Python and runs without torch. A block is always in exactly one of two places:
+The `Scheduler` asks it for blocks and gives them back; nobody else does, but for `reset_prefix_cache`. It never sees
+the cache itself, only block ids, so it is plain Python and runs without torch. A block is always in exactly one of two
+places:
 
     free_block_ids (FIFO, oldest first) --allocate, or revive on a prefix hit--> used_block_ids (ref_count >= 1)
                                         <--------- release, last block first ---

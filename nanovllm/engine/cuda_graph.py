@@ -66,7 +66,7 @@ class DecodeGraphs:
         num_pad = size - len(rows)
         # pin_memory() draws a fresh buffer from the caching host allocator, which is not reused before this copy is
         # done: a step may be prepared while the one before it still runs.
-        staged = torch.tensor([rows + [self.pad_row] * num_pad, positions + [-1] * num_pad]).pin_memory()
+        staged = torch.tensor([rows + [self.pad_row] * num_pad, positions + [-1] * num_pad], device="cpu").pin_memory()
         self.inputs[:, :size].copy_(staged, non_blocking=True)
         graph, output = self.graphs[size]
         graph.replay()

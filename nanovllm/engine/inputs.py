@@ -23,6 +23,8 @@ def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
         raise TypeError(
             f"prompts is a {type(prompts).__name__}; give a string, a list of token ids, or a list of such prompts"
         )
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 0:
+        raise TypeError("prompts is a single number; give a string, a list of token ids, or a list of such prompts")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], (int, np.integer)) else prompts
 
@@ -30,6 +32,7 @@ def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
 def as_params_list(params: SamplingParams | list[SamplingParams], num_prompts: int) -> list[SamplingParams]:
     """One SamplingParams for each prompt."""
     if isinstance(params, SamplingParams):
+        params.check()
         return [params] * num_prompts
     if not isinstance(params, (list, tuple)):
         raise TypeError(
@@ -42,6 +45,8 @@ def as_params_list(params: SamplingParams | list[SamplingParams], num_prompts: i
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise TypeError(f"sampling_params[{i}] is a {type(one).__name__}, not a SamplingParams")
+    for one in {id(one): one for one in params}.values():
+        one.check()
     return list(params)
 
 
@@ -67,6 +72,10 @@ class PromptEncoder:
                     raise ValueError(
                         f"prompt {i} is text, but skip_tokenizer_init=True left no tokenizer; give token ids"
                     )
+                try:
+                    prompt.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"prompt {i} is no valid text ({error}); remove the lone surrogate") from error
                 texts.append(i)
                 encoded.append(None)
             else:
@@ -79,26 +88,30 @@ class PromptEncoder:
     def _tokenize(self, prompts: list[Prompt], texts: list[int]) -> Iterator[tuple[int, list[int]]]:
         for start in range(0, len(texts), _TOKENIZE_BATCH):
             indices = texts[start : start + _TOKENIZE_BATCH]
-            yield from zip(indices, self.tokenizer([prompts[i] for i in indices])["input_ids"], strict=True)
+            yield from zip(
+                indices, self.tokenizer([prompts[i] for i in indices], verbose=False)["input_ids"], strict=True
+            )
 
     def _check_ids(self, index: int, ids: Any) -> list[int]:  # noqa: ANN401 (it is what this finds out)
         if not isinstance(ids, (list, tuple, np.ndarray)):
             raise TypeError(f"prompt {index} is a {type(ids).__name__}; give a string or a list of token ids")
         if len(ids) == 0:
             raise ValueError(f"prompt {index} is empty; give it at least one token")
-        try:
-            array = np.asarray(ids)
-        except ValueError:  # lists of unequal depth
-            array = np.asarray(ids, dtype=object)
-        is_flat = array.ndim == 1 and array.dtype.kind in "iu"
-        if not is_flat and not all(type(i) is int for i in ids):  # NumPy has no type for integers beyond 64 bits
+        if isinstance(ids, np.ndarray):
+            ids = ids.tolist()
+        kinds = set(map(type, ids))
+        if dict in kinds:
+            raise TypeError(
+                f"prompt {index} is a conversation; turn it into text with llm.tokenizer.apply_chat_template first"
+            )
+        if not all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
             raise TypeError(f"prompt {index} must be a flat list of integer token ids")
-        if not is_flat or array.min() < 0 or array.max() >= self.vocab_size:
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise ValueError(f"prompt {index} holds token id {bad}; ids go from 0 to {self.vocab_size - 1}")
-        if len(array) >= self.max_model_len:
+        if len(ids) >= self.max_model_len:
             raise ValueError(
-                f"prompt {index} has {len(array)} tokens, and max_model_len={self.max_model_len} must also hold at "
+                f"prompt {index} has {len(ids)} tokens, and max_model_len={self.max_model_len} must also hold at "
                 f"least one new one; {self.len_remedy}"
             )
-        return array.tolist()
+        return [int(i) for i in ids] if kinds != {int} else list(ids)

@@ -6,14 +6,17 @@
 import logging
 import os
 import random
+import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, NoReturn
 
 from nanovllm.config import Config, config_from_kwargs
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.inputs import Prompt, PromptEncoder
+from nanovllm.engine.inputs import Prompt, PromptEncoder, as_params_list
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
 from nanovllm.engine.scheduler import Batch, Output, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+
+POOL_REMEDY = "raise num_kvcache_blocks, or gpu_memory_utilization on a GPU"
 
 # A tokenizer has at least one of these.
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
@@ -62,11 +67,9 @@ class LLMEngine:
             self.tokenizer,
             self.config.model_config.vocab_size,
             self.max_model_len,
-            "shorten it or raise max_model_len"
-            if self.max_model_len == self.config.max_model_len
-            else f"the KV cache holds {num_blocks * self.config.kvcache_block_size} tokens ({num_blocks} blocks of "
-            f"{self.config.kvcache_block_size}): shorten it, or raise num_kvcache_blocks or gpu_memory_utilization",
+            length_remedy(self.config, num_blocks),
         )
+        self._lock = threading.RLock()
         self._seq_ids = count()
         self._seeds = random.Random(self.config.seed)
         self._in_flight: deque[tuple[Batch, StepHandle | None]] = deque()
@@ -76,11 +79,10 @@ class LLMEngine:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Check and queue one prompt, text or token ids; returns its request id."""
-        self._check_alive()
-        if not isinstance(sampling_params, SamplingParams):
-            raise TypeError(f"sampling_params is a {type(sampling_params).__name__}, not a SamplingParams")
-        (token_ids,) = self.encoder.encode([prompt])
-        return self._queue(token_ids, sampling_params).seq_id
+        with self._exclusive():
+            (params,) = as_params_list(sampling_params, 1)
+            (token_ids,) = self.encoder.encode([prompt])
+            return self._queue(token_ids, params).seq_id
 
     def _queue(self, token_ids: list[int], params: SamplingParams) -> Sequence:
         room = self.max_model_len - len(token_ids)
@@ -103,10 +105,10 @@ class LLMEngine:
         Returns the requests that ended, as (request id, completion ids), and the tokens of the step: prompt tokens
         computed, or minus the number of sequences decoded. `([], 0)` when there is nothing to do.
         """
-        self._check_alive()
-        _, num_tokens = self._advance()
-        finished, self._unreported = self._unreported, []
-        return finished, num_tokens
+        with self._exclusive():
+            _, num_tokens = self._advance()
+            finished, self._unreported = self._unreported, []
+            return finished, num_tokens
 
     def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
         """Launch step N, then settle step N-1 while the device works: the one loop body behind `step` and `generate`.
@@ -130,6 +132,9 @@ class LLMEngine:
                 return [], 0
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
+            with deferred_interrupt():
+                outputs = self.scheduler.postprocess(batch, token_ids)
+                self._in_flight.popleft()
         except BaseException as error:
             self._roll_back()
             if self._workers is None:
@@ -137,8 +142,6 @@ class LLMEngine:
             # The ranks may have stopped at different places: nothing brings them back into step.
             self._fail(error)
         with deferred_interrupt():
-            self._in_flight.popleft()
-            outputs = self.scheduler.postprocess(batch, token_ids)
             self._unreported += [(seq.seq_id, seq.completion_token_ids) for seq, _, reason in outputs if reason]
         return outputs, batch.num_tokens if batch.is_prefill else -len(batch.rows)
 
@@ -181,9 +184,17 @@ class LLMEngine:
             raise error
         raise explained from error
 
-    def _check_alive(self) -> None:
-        if self.model_runner is None:
-            raise RuntimeError("this engine has exited; build a new LLM")
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One thread at a time, on an engine that has not exited; anything else is refused rather than interleaved."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this engine is in use by another thread; give each thread an LLM of its own, or a lock")
+        try:
+            if self.model_runner is None:
+                raise RuntimeError("this engine has exited; build a new LLM")
+            yield
+        finally:
+            self._lock.release()
 
 
 def release(workers: Workers | None, runner: ModelRunner | None) -> None:
@@ -216,17 +227,30 @@ def eos_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase | None") -
     return ids
 
 
+def length_remedy(config: Config, num_blocks: int) -> str:
+    """What to do about a prompt that is too long: it depends on what limits the length."""
+    pool = num_blocks * config.kvcache_block_size
+    if pool < config.max_model_len:
+        return f"the KV cache holds {pool} tokens ({pool_text(config, num_blocks)}): shorten it, or {POOL_REMEDY}"
+    if config.max_model_len == config.model_config.max_position_embeddings:
+        return "that is all that the model can do (max_position_embeddings): shorten it"
+    return "shorten it or raise max_model_len"
+
+
+def pool_text(config: Config, num_blocks: int) -> str:
+    return f"{num_blocks} blocks of {config.kvcache_block_size}"
+
+
 def fit_max_model_len(config: Config, num_blocks: int) -> int:
     """`max_model_len`, lowered to what the pool can hold: a longer sequence could never finish, even alone."""
     pool = num_blocks * config.kvcache_block_size
     if pool >= config.max_model_len:
         return config.max_model_len
     logger.warning(
-        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%d blocks of %d); raise "
-        "num_kvcache_blocks or gpu_memory_utilization for longer sequences",
+        "max_model_len=%d lowered to %d, the tokens that the KV cache holds (%s); for longer sequences %s",
         config.max_model_len,
         pool,
-        num_blocks,
-        config.kvcache_block_size,
+        pool_text(config, num_blocks),
+        POOL_REMEDY,
     )
     return pool

@@ -6,7 +6,9 @@
 
 import gc
 import logging
+import math
 import os
+import threading
 from time import perf_counter
 
 import numpy as np
@@ -27,6 +29,10 @@ from nanovllm.utils.loader import checkpoint_dtype, load_dummy, load_model
 logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
+LONG_CHUNK = 300  # long enough for the kernels' configurations for long chunks
+
+# The default dtype belongs to the process: engines that are built in several threads take turns.
+_default_dtype_lock = threading.Lock()
 
 
 class StepHandle:
@@ -37,7 +43,7 @@ class StepHandle:
         self._ids = ids
         if ids.is_cuda:
             # A buffer of its own: the graph's output is overwritten by the next replay, which this copy precedes.
-            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self._ids = torch.empty(ids.shape, dtype=ids.dtype, device="cpu", pin_memory=True)
             self._ids.copy_(ids, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
@@ -110,13 +116,14 @@ class ModelRunner:
     def _load_model(self) -> torch.nn.Module:
         model_config = self.config.model_config
         model_class = get_model_class(model_config.architecture)
-        default_dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with self.device:
-                model = model_class(model_config, self.group)
-        finally:
-            torch.set_default_dtype(default_dtype)
+        with _default_dtype_lock:
+            default_dtype = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            try:
+                with self.device:
+                    model = model_class(model_config, self.group)
+            finally:
+                torch.set_default_dtype(default_dtype)
         if self.config.load_format == "dummy":
             load_dummy(model, seed=self.config.seed or 0)
         else:
@@ -171,7 +178,8 @@ class ModelRunner:
         """
         from nanovllm.kernels.small_linear import MAX_ROWS
 
-        for length in (*range(1, MAX_ROWS + 1), min(300, self.max_model_len - 1, self.config.max_num_batched_tokens)):
+        long = min(LONG_CHUNK, self.max_model_len - 1, self.config.max_num_batched_tokens)
+        for length in (*range(1, MAX_ROWS + 1), long):
             self._launch_prefill(self._dummy_prefill([length]))
             self._launch_prefill(self._dummy_prefill([length], start=1))
             self._decode(*upload([[self.tables.pad_row] * length, [0] * length], torch.int64, self.device))
@@ -226,7 +234,14 @@ class ModelRunner:
     def _bind_cache(self, num_blocks: int) -> None:
         layer = self.attention_layers[0]
         shape = (2, len(self.attention_layers), num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)
-        self.kv_cache = zeros(shape, self.dtype, self.device)
+        try:
+            self.kv_cache = zeros(shape, self.dtype, self.device)
+        except (MemoryError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"num_kvcache_blocks={num_blocks} of {self.block_size} tokens need "
+                f"{math.prod(shape) * self.dtype.itemsize / GIB:.1f} GiB, more than there is on {self.device}; lower "
+                f"num_kvcache_blocks, or leave it at -1 for as many as memory allows"
+            ) from error
         for layer, k_cache, v_cache in zip(self.attention_layers, *self.kv_cache, strict=True):
             layer.bind_cache(k_cache, v_cache)
 
@@ -358,7 +373,10 @@ def resolve_device(name: str, rank: int | None = None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and rank is not None:
         name = f"cuda:{rank}"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is no device: {error}") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ValueError(f"device={name!r}: torch sees no CUDA device; use device='cpu' or 'auto'")
@@ -384,7 +402,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     """Zeroed memory: a mask multiplies what it hides, and NaN times zero is NaN. On a CPU the system zeroes lazily."""
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
+    num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 

@@ -14,14 +14,14 @@ from nanovllm.engine.scheduler import Batch
 
 
 def upload(data: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy host data to the device without waiting.
+    """Host data as a tensor on the device, without waiting for the copy. (On a CPU an array may be taken as it is.)
 
     The pinned staging buffer comes from torch's caching host allocator, which does not reuse it before the copy is
     done; so the caller keeps nothing alive.
     """
     if device.type != "cuda":
-        return torch.as_tensor(data, dtype=dtype)
-    return torch.as_tensor(data, dtype=dtype).pin_memory().to(device, non_blocking=True)
+        return torch.as_tensor(data, dtype=dtype, device="cpu")
+    return torch.as_tensor(data, dtype=dtype, device="cpu").pin_memory().to(device, non_blocking=True)
 
 
 class DecodeInputs(NamedTuple):

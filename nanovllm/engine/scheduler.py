@@ -162,7 +162,6 @@ class Scheduler:
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Output]:
         """Commit a step: `token_ids` holds one id for each line of the batch that samples, in order."""
-        self.num_in_flight -= 1
         outputs: list[Output] = []
         sampled = iter(token_ids)
         for seq, start, count, samples in zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True):
@@ -178,6 +177,7 @@ class Scheduler:
             if reason is not None:
                 self.finish(seq, reason)
             outputs.append((seq, token_id, reason))
+        self.num_in_flight -= 1  # last: a step that fails in here is still in flight, and is rolled back
         return outputs
 
     def rollback(self, batch: Batch) -> None:

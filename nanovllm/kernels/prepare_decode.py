@@ -1,4 +1,4 @@
-"""All the metadata of a decode step in one kernel; called by `RowTables.prepare_decode`.
+"""All the metadata of a decode step in one kernel; called by `RowTables.decode_inputs`.
 
 The host gives a row and a position for each sequence. Everything else is in the row tables; looking it up is a dozen
 one-microsecond kernels in PyTorch, and every step of every graph would replay them.

@@ -16,7 +16,7 @@ def norm_linear(
     """`linear(norm(x + residual))`, and the sum, which is the next residual. x: [T, K]; no residual counts as 0."""
     if residual is None:
         return linear(norm(x)), x
-    if is_small(x, linear.weight):
+    if is_small(x, linear.weight, fused=True):
         from nanovllm.kernels.small_linear import norm_linear as kernel
 
         y, residual = kernel(x, residual, norm.weight, norm.eps, linear.weight, linear.own_bias)
@@ -27,7 +27,7 @@ def norm_linear(
 
 def silu_mul_linear(act_fn: SiluAndMul, linear: LinearBase, x: torch.Tensor) -> torch.Tensor:
     """`linear(act_fn(x))`. x: [T, 2 * K], gate then up."""
-    if is_small(x, linear.weight):
+    if is_small(x, linear.weight, fused=True):
         from nanovllm.kernels.small_linear import silu_mul_linear as kernel
 
         return linear.finish(kernel(x, linear.weight, linear.own_bias))

@@ -23,13 +23,16 @@ def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
     target.copy_(source)
 
 
-def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `x` is on a GPU and has so few rows that the kernels of `small_linear.py` beat the library's GEMM."""
+def is_small(x: torch.Tensor, weight: torch.Tensor, fused: bool = False) -> bool:
+    """Whether `x` is on a GPU and has so few rows that the kernels of `small_linear.py` beat the library's GEMM.
+
+    Fused, each program computes the prologue again: worth it for small matrices only.
+    """
     if not x.is_cuda:
         return False
     from nanovllm.kernels.small_linear import MAX_ELEMENTS, MAX_ROWS
 
-    return x.shape[0] == 1 or (x.shape[0] <= MAX_ROWS and weight.numel() <= MAX_ELEMENTS)
+    return x.shape[0] <= MAX_ROWS if weight.numel() <= MAX_ELEMENTS else x.shape[0] == 1 and not fused
 
 
 class LinearBase(nn.Module, ABC):

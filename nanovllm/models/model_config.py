@@ -61,10 +61,16 @@ class ModelConfig:
             return cls._from_dict(raw, eos_token_ids)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
+        except (TypeError, KeyError, AttributeError, OverflowError) as error:
+            # A value of a kind that no version of the format has; the reader's own words say where it broke.
+            raise ValueError(f"{file}: a value has the wrong type ({error}); download or save it again") from error
 
     @classmethod
     def _from_dict(cls, raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> "ModelConfig":
-        architecture = (raw.get("architectures") or [None])[0]
+        architectures = raw.get("architectures") or [None]
+        if not isinstance(architectures, list) or not isinstance(architectures[0], (str, type(None))):
+            raise ValueError(f"architectures={architectures!r} must be a list of class names")
+        architecture = architectures[0]
         check_architecture(architecture)
         raw = _QWEN3_DEFAULTS | raw
         _refuse_unsupported(raw)
@@ -109,6 +115,8 @@ def _read_json(file: str) -> dict[str, Any]:
             f"{file} does not exist; model must be a directory in Hugging Face layout: config.json, *.safetensors, "
             "tokenizer files"
         ) from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error}); download or save it again") from error
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise ValueError(f"{file} is not valid JSON ({error}); download or save it again") from error
     if not isinstance(raw, dict):

@@ -1,7 +1,8 @@
 """Which model class runs which checkpoint: the `architectures` name of config.json to a class of this package.
 
 `ModelConfig` checks a name here before anything else is read; the `ModelRunner` fetches the class. Modules are named
-as strings and imported on use, so that the check costs nothing. A new model is one line in `_MODELS`.
+as strings and imported on use, so that the check costs nothing. A new model is a class, its line in `_MODELS` and its
+defaults in `model_config.py`.
 """
 
 from importlib import import_module

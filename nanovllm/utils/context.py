@@ -5,6 +5,7 @@ Every device tensor in it belongs to the runner and is valid for the one forward
 `reset_context`; a captured CUDA graph keeps the static tensors that were in it at capture time.
 """
 
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -34,21 +35,26 @@ class Context:
     max_context_len: int = 0  # host bound on context_lens; inside a graph the largest that can ever be replayed
 
 
-_context = Context()
+class _Current(threading.local):
+    """Of each thread its own: two engines may compute side by side in two threads."""
+
+    def __init__(self) -> None:
+        self.context = Context()
+
+
+_current = _Current()
 
 
 def get_context() -> Context:
-    """The metadata of the step being computed."""
-    return _context
+    """The metadata of the step being computed in this thread."""
+    return _current.context
 
 
 def set_context(context: Context) -> None:
     """Publish the metadata of the step about to be computed."""
-    global _context
-    _context = context
+    _current.context = context
 
 
 def reset_context() -> None:
     """Forget the step, so that nothing keeps its tensors alive and a stale read fails loudly."""
-    global _context
-    _context = Context()
+    _current.context = Context()

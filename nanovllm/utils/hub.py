@@ -37,7 +37,8 @@ def _download(repo_id: str) -> str:
         return snapshot_download(repo_id, allow_patterns=_WANTED, ignore_patterns=_SUBFOLDERS)
     except Exception as error:  # the client raises its own classes, its HTTP library's and the system's
         raise OSError(
-            f"model={repo_id!r} is no local directory, and downloading it from the hub failed "
+            f"model={repo_id!r} is no local directory ({os.path.abspath(repo_id)} does not exist), and "
+            f"downloading it from the hub failed "
             f"({type(error).__name__}: {error}). Check the name and the network, unset HF_HUB_OFFLINE if it is set, "
             "or pass the path of a local directory with config.json, *.safetensors and the tokenizer files."
         ) from error

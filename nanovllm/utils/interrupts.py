@@ -13,7 +13,7 @@ from contextlib import contextmanager
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
     """A SIGINT that comes inside the block takes effect at its end."""
-    # Python runs signal handlers in the main thread only; a handler of None was not set by Python and is not ours to move.
+    # Python runs signal handlers in the main thread only. A handler of None is none of Python's and stays where it is.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return

@@ -60,7 +60,7 @@ def load_model(model: nn.Module, path: str) -> None:
                 loader = getattr(param, "weight_loader", default_weight_loader)
                 try:
                     loader(param, handle.get_slice(name), *shard_id)
-                except ValueError as error:
+                except (ValueError, IndexError, RuntimeError) as error:
                     raise ValueError(f"{file}: tensor {name!r} does not fit the model: {error}") from error
 
 
@@ -139,6 +139,8 @@ def _weight_files(path: str) -> list[str]:
         try:
             with open(index, encoding="utf-8") as stream:
                 names = sorted(set(json.load(stream)["weight_map"].values()))
+            if not all(isinstance(name, str) and name for name in names):
+                raise ValueError("a file name is no text")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of safetensors files ({error!r}); download it again") from error
         missing = [name for name in names if not os.path.exists(os.path.join(path, name))]
@@ -161,7 +163,7 @@ def _open(file: str) -> Any:
     """Map a safetensors file into memory and check its header against its size."""
     try:
         return safe_open(file, framework="pt")
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{file} is damaged or no safetensors file ({error}); download it again (a file of about 130 bytes is a "
             "Git LFS pointer, not the weights)"
@@ -169,8 +171,17 @@ def _open(file: str) -> Any:
 
 
 def _tensor_names(file: str) -> list[str]:
+    """The tensors of a file, each of a floating dtype: integers would be a quantisation that nobody undoes."""
     with _open(file) as handle:
-        return list(handle.keys())
+        names = list(handle.keys())
+        others = {name: handle.get_slice(name).get_dtype() for name in names}
+    others = {name: dtype for name, dtype in others.items() if dtype not in (*_DTYPES, "F64")}
+    if others:
+        raise ValueError(
+            f"{file}: {_listed(sorted(others))} stored as {', '.join(sorted(set(others.values())))}; only "
+            "floating-point weights are read: use an unquantized checkpoint"
+        )
+    return names
 
 
 def _check_names(path: str, expected: Iterable[str], tied: dict[str, str], found: dict[str, list[str]]) -> None:
@@ -201,7 +212,7 @@ def _equal(file_a: str, name_a: str, file_b: str, name_b: str) -> bool:
     """Whether two stored tensors are the same, compared a few rows at a time."""
     with _open(file_a) as handle_a, _open(file_b) as handle_b:
         a, b = handle_a.get_slice(name_a), handle_b.get_slice(name_b)
-        if source_shape(a) != source_shape(b):
+        if source_shape(a) != source_shape(b) or not source_shape(a):
             return False
         rows = source_shape(a)[0]
         return all(

@@ -335,6 +335,8 @@ def test_the_end_of_the_script_ends_the_ranks_quietly(path, tmp_path, mode):
 MANY_AT_ONCE = """
 import sys
 from nanovllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.processes
 if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     settings = dict(device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=16, tensor_parallel_size=2)

@@ -10,6 +10,8 @@ from nanovllm import SamplingParams
 from tests.recording import assert_idle, engine
 from tests.tensor_parallel.processes import num_open_files, resident_bytes, workers_of
 
+pytestmark = pytest.mark.processes
+
 NUM_REQUESTS = 2000
 WARM_UP = 400  # requests until allocators and caches have what they keep
 
