@@ -31,6 +31,8 @@ from tests.tensor_parallel.processes import (
     workers_of,
 )
 
+pytestmark = pytest.mark.processes
+
 SETTINGS = {"device": "cpu", "skip_tokenizer_init": True, "num_kvcache_blocks": 16, "tensor_parallel_size": 2}
 PROMPTS = [random_prompt(20), random_prompt(33)]
 
@@ -336,7 +338,6 @@ MANY_AT_ONCE = """
 import sys
 from nanovllm import LLM, SamplingParams
 
-pytestmark = pytest.mark.processes
 if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     settings = dict(device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=16, tensor_parallel_size=2)
