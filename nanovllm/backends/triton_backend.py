@@ -93,8 +93,11 @@ class TritonBackend(AttentionBackend):
         context: Context,
         scale: float,
     ) -> torch.Tensor:
-        from nanovllm.kernels.decode_attention import fused_decode_attention
+        from nanovllm.kernels.decode_attention import fused_decode_attention, padded_row_bytes, plan_decode
 
+        if context.decode_plan is None:  # the first layer plans for all
+            row_bytes = padded_row_bytes(k_cache)
+            context.decode_plan = plan_decode(context.context_lens, k_cache.shape[2], row_bytes, fused=True)
         return fused_decode_attention(
             qkv,
             rotary_emb.cos_sin,
@@ -106,5 +109,6 @@ class TritonBackend(AttentionBackend):
             v_cache,
             context.block_tables,
             context.context_lens,
+            context.decode_plan,
             scale,
         )

@@ -2,12 +2,11 @@
 
 Reading the cache is nearly all of the work, so everything here serves its bandwidth:
 - A program reads one KV head for all query heads that share it, so that no key is read twice.
-- The grid is as large as the GPU holds at once, and every program gets the same share of the tokens, wherever one
-  sequence ends and the next begins: none waits for a place, none is empty, and all end together ("stream-K": Osama et
-  al., 2023). The shares follow from the lengths on the device; the host needs no plan, and a CUDA graph replays the
-  launch with any lengths.
-- A sequence that lies within one share is finished by its program. Of several programs with a piece of one sequence,
-  the one that ends last puts their results together: no second kernel.
+- A sequence is cut into pieces, one program each. How long a piece may be follows from the lengths: as short as the
+  grid allows, which the host fixes (a CUDA graph replays it), so that few programs are left without work. A tiny kernel
+  draws up that plan on the device once a step, for all layers.
+- The program of a whole sequence writes the result itself. Of several pieces, the program that finishes last puts their
+  results together: no second kernel.
 - The KV head is the fastest grid axis: in the cache the heads of a token are neighbours, and are read together.
 
 FUSED, the kernel also does what precedes attention in a decode step (as `qk_norm_rope.py` does it for prefill): it
@@ -15,7 +14,7 @@ normalises and rotates the query and the new key, and stores the new key and val
 cache in the same launch: the program with the last piece of a sequence takes them from its registers.
 
 Shapes as in `nanovllm.backends.base`; G: query heads per KV head; P: programs per KV head. A tile is TILE tokens of one
-sequence; a sequence's tiles are counted over the tokens that are in the cache, and there is at least one.
+sequence, counted over the tokens that are in the cache; every sequence has at least one.
 """
 
 from functools import cache
@@ -29,7 +28,7 @@ from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 
-LENGTHS_AT_ONCE = 512  # sequences whose lengths a program looks at in one go
+LENGTHS_AT_ONCE = 512  # sequences that the plan looks at in one go
 COMBINE_ELEMENTS = 4096  # partial results that the combining program takes at a time
 NUM_COUNTERS = 1 << 16
 
@@ -41,55 +40,51 @@ def _num_tiles(context_len, TILE: tl.constexpr, FUSED: tl.constexpr):
     return tl.maximum(tl.cdiv(cached, TILE), 1)
 
 
-@triton.jit
-def _find_share(
-    context_lens_ptr,
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+def _plan_kernel(
+    plan_ptr,  # [P, 4] int32: sequence (-1: no piece), index of the piece in it, its number of pieces, tiles per piece
+    context_lens_ptr,  # [B]
     num_seqs,
-    share,
-    max_shares,
+    num_programs,
     TILE: tl.constexpr,
     FUSED: tl.constexpr,
     LENGTHS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Cut the tiles of all sequences, end to end, into equal shares.
-
-    Returns (tiles, shares, first and one past the last tile of this share, the sequence that the first lies in, that
-    sequence's first tile). No share is empty: there are never more than tiles.
-    """
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     total = 0
     for first in range(0, num_seqs, LENGTHS):
         seq = first + tl.arange(0, LENGTHS)
         tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
         total += tl.sum(tl.where(seq < num_seqs, tiles, 0), axis=0)
-    num_shares = tl.minimum(max_shares, total)
-    begin = share * total // num_shares
-    end = (share + 1) * total // num_shares
-    before = 0
-    start_seq = 0
-    start_of_seq = 0
+    # A sequence has at most one piece that is shorter: num_seqs + total // size pieces are enough for all.
+    size = tl.cdiv(total, num_programs - num_seqs)
+    planned = 0
     for first in range(0, num_seqs, LENGTHS):
         seq = first + tl.arange(0, LENGTHS)
         tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
-        ends = before + tl.cumsum(tl.where(seq < num_seqs, tiles, 0), axis=0)
-        is_earlier = (ends <= begin) & (seq < num_seqs)
-        start_seq += tl.sum(is_earlier.to(tl.int32), axis=0)
-        start_of_seq = tl.maximum(start_of_seq, tl.max(tl.where(is_earlier, ends, 0), axis=0))
-        before = tl.max(ends, axis=0)
-    return total, num_shares, begin, end, start_seq, start_of_seq
+        pieces = tl.where(seq < num_seqs, tl.cdiv(tiles, size), 0)
+        entry_ptr = plan_ptr + (planned + tl.cumsum(pieces, axis=0) - pieces) * 4
+        for index in range(0, tl.max(pieces, axis=0)):
+            mask = index < pieces
+            tl.store(entry_ptr + index * 4, seq, mask=mask)
+            tl.store(entry_ptr + index * 4 + 1, index, mask=mask)
+            tl.store(entry_ptr + index * 4 + 2, pieces, mask=mask)
+            tl.store(entry_ptr + index * 4 + 3, size, mask=mask)
+        planned += tl.sum(pieces, axis=0)
+    for first in range(planned, num_programs, LENGTHS):
+        program = first + tl.arange(0, LENGTHS)
+        tl.store(plan_ptr + program * 4, -1, mask=program < num_programs)
 
 
-@triton.jit
-def _share_of(tile, total, num_shares):
-    """The share that a tile belongs to: the largest s with s * total // num_shares <= tile."""
-    return ((tile + 1) * num_shares - 1) // total
-
-
-@triton.jit(do_not_specialize=["block_table_stride", "num_seqs"])
+@triton.jit(do_not_specialize=["block_table_stride"])
 def _decode_kernel(
     out_ptr,  # [B, Hq, D]
-    partial_out_ptr,  # [Hkv, P, 2, G, D] float32, normalised within the piece; a share has at most two open pieces:
-    partial_lse_ptr,  # [Hkv, P, 2, G] float32   (0) the rest of a sequence begun before, (1) the beginning of one
+    partial_out_ptr,  # [Hkv, P, G, D] float32, normalised within the piece
+    partial_lse_ptr,  # [Hkv, P, G] float32, log2 of the piece's sum of exponentials
     arrivals_ptr,  # [B, Hkv] int32, 0 before and after
+    plan_ptr,  # [P, 4] int32, see _plan_kernel
     q_ptr,  # [B, Hq, D]; FUSED: [B, (Hq + 2 * Hkv) * D], q, k, v as projected
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
@@ -102,7 +97,6 @@ def _decode_kernel(
     eps,
     q_stride,
     block_table_stride,
-    num_seqs,
     HKV: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -110,7 +104,6 @@ def _decode_kernel(
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    LENGTHS: tl.constexpr,
     G_POW2: tl.constexpr,
     COMBINE_TILE: tl.constexpr,
     FUSED: tl.constexpr,
@@ -118,14 +111,15 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    kv_head, share = tl.program_id(0), tl.program_id(1)
-    # Before the wait: lengths and tables are older than the kernel before this one, the embedding lies between.
-    total, num_shares, tile, end, seq, seq_start = _find_share(
-        context_lens_ptr, num_seqs, share, tl.num_programs(1), TILE, FUSED, LENGTHS
-    )
-    if share >= num_shares:
-        return
     wait_for_inputs(PDL)
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(plan_ptr + program * 4)
+    if seq < 0:
+        return
+    index = tl.load(plan_ptr + program * 4 + 1)
+    num_pieces = tl.load(plan_ptr + program * 4 + 2)
+    piece_size = tl.load(plan_ptr + program * 4 + 3) * TILE
+    context_len = tl.load(context_lens_ptr + seq)
 
     row = tl.arange(0, G_PAD)
     dim = tl.arange(0, D_PAD)
@@ -133,83 +127,71 @@ def _decode_kernel(
     head = kv_head * G + row
     head_mask = (row < G)[:, None] & dim_mask[None, :]
     column = kv_head * D + dim
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
+    q_row_ptr = q_ptr + seq.to(tl.int64) * q_stride
+    if FUSED:
+        num_cached = context_len - 1
+        q = _norm_and_rotate(
+            q_row_ptr, row, kv_head, cos_sin_ptr, q_weight_ptr, k_weight_ptr, tl.maximum(num_cached, 0), eps,
+            HKV, G, D, D_PAD, NORM,
+        )  # fmt: skip
+    else:
+        num_cached = context_len
+        q = tl.load(q_row_ptr + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
+    max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
+    denominator = tl.zeros((G_PAD,), tl.float32)
+    acc = tl.zeros((G_PAD, D_PAD), tl.float32)
+    if FUSED and (index == num_pieces - 1) & (context_len > 0):
+        new_v = tl.load(q_row_ptr + (HKV * (G + 1) + kv_head) * D + dim, mask=dim_mask, other=0.0)
+        block = tl.load(table_ptr + num_cached // BLOCK_SIZE).to(tl.int64)
+        cell = (block * BLOCK_SIZE + num_cached % BLOCK_SIZE) * (HKV * D) + column
+        new_k = tl.sum(tl.where((row == G)[:, None], q.to(tl.float32), 0.0), axis=0)
+        tl.store(k_cache_ptr + cell, new_k, mask=dim_mask)
+        tl.store(v_cache_ptr + cell, new_v, mask=dim_mask)
+        max_score = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale_log2
+        denominator += 1.0
+        acc += new_v.to(tl.float32)[None, :]
+
+    start_of_piece = index * piece_size
+    end = tl.minimum(start_of_piece + piece_size, num_cached)
     offsets = tl.arange(0, TILE)
-    while tile < end:
-        # One piece: this share's tiles of one sequence.
-        context_len = tl.load(context_lens_ptr + seq)
-        seq_end = seq_start + _num_tiles(context_len, TILE, FUSED)
-        piece_end = tl.minimum(seq_end, end)
-        is_first, is_last = tile == seq_start, piece_end == seq_end
-        table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
-        q_row_ptr = q_ptr + seq.to(tl.int64) * q_stride
-        if FUSED:
-            num_cached = context_len - 1
-            q = _norm_and_rotate(
-                q_row_ptr, row, kv_head, cos_sin_ptr, q_weight_ptr, k_weight_ptr, tl.maximum(num_cached, 0), eps,
-                HKV, G, D, D_PAD, NORM,
+    next_blocks = load_blocks(table_ptr, start_of_piece, end, TILE, BLOCK_SIZE)
+    for start in range(start_of_piece, end, TILE):
+        blocks = next_blocks
+        next_blocks = load_blocks(table_ptr, start + TILE, end, TILE, BLOCK_SIZE)
+        valid = start + offsets < end
+        cell = token_slots(blocks, start, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
+        mask = valid[:, None] & dim_mask[None, :]
+        # Each byte is read once: let it leave the L2 first. What is masked off reads as 0, so no NaN gets in.
+        k = tl.load(k_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
+        v = tl.load(v_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))  # finite: a tile has at least one token
+        shrink = tl.exp2(max_score - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        denominator = denominator * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        max_score = new_max
+
+    acc /= tl.where(denominator > 0.0, denominator, 1.0)[:, None]  # 0 at length 0 only
+    if num_pieces == 1:
+        out_row = seq.to(tl.int64) * (HKV * G) + head
+        tl.store(out_ptr + out_row[:, None] * D + dim[None, :], acc, mask=head_mask)
+    else:
+        piece = kv_head * tl.num_programs(1) + program  # those of one sequence are neighbours
+        partial = piece * G + row
+        tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
+        tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=row < G)
+        # All threads have written; the counter's release and acquire order these writes before the last one's reads.
+        tl.debug_barrier()
+        counter_ptr = arrivals_ptr + seq * HKV + kv_head
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_pieces - 1:
+            _combine(
+                out_ptr + (seq.to(tl.int64) * HKV + kv_head) * (G * D), partial_out_ptr, partial_lse_ptr,
+                piece - index, num_pieces, G, G_POW2, D, D_PAD, COMBINE_TILE,
             )  # fmt: skip
-        else:
-            num_cached = context_len
-            q = tl.load(q_row_ptr + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
-        max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
-        denominator = tl.zeros((G_PAD,), tl.float32)
-        acc = tl.zeros((G_PAD, D_PAD), tl.float32)
-        if FUSED and is_last & (context_len > 0):
-            new_v = tl.load(q_row_ptr + (HKV * (G + 1) + kv_head) * D + dim, mask=dim_mask, other=0.0)
-            block = tl.load(table_ptr + num_cached // BLOCK_SIZE).to(tl.int64)
-            cell = (block * BLOCK_SIZE + num_cached % BLOCK_SIZE) * (HKV * D) + column
-            new_k = tl.sum(tl.where((row == G)[:, None], q.to(tl.float32), 0.0), axis=0)
-            tl.store(k_cache_ptr + cell, new_k, mask=dim_mask)
-            tl.store(v_cache_ptr + cell, new_v, mask=dim_mask)
-            max_score = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale_log2
-            denominator += 1.0
-            acc += new_v.to(tl.float32)[None, :]
-
-        first_token = (tile - seq_start) * TILE
-        end_token = tl.minimum((piece_end - seq_start) * TILE, num_cached)
-        next_blocks = load_blocks(table_ptr, first_token, end_token, TILE, BLOCK_SIZE)
-        for start in range(first_token, end_token, TILE):
-            blocks = next_blocks
-            next_blocks = load_blocks(table_ptr, start + TILE, end_token, TILE, BLOCK_SIZE)
-            valid = start + offsets < end_token
-            cell = token_slots(blocks, start, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
-            mask = valid[:, None] & dim_mask[None, :]
-            # Each byte is read once: let it leave the L2 first. What is masked off reads as 0, so no NaN gets in.
-            k = tl.load(k_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
-            v = tl.load(v_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
-            scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-            scores = tl.where(valid[None, :], scores, float("-inf"))
-            new_max = tl.maximum(max_score, tl.max(scores, axis=1))  # finite: a tile has at least one token
-            shrink = tl.exp2(max_score - new_max)
-            weights = tl.exp2(scores - new_max[:, None])
-            denominator = denominator * shrink + tl.sum(weights, axis=1)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            max_score = new_max
-
-        acc /= tl.where(denominator > 0.0, denominator, 1.0)[:, None]  # 0 at length 0 only
-        if is_first & is_last:
-            out_row = seq.to(tl.int64) * (HKV * G) + head
-            tl.store(out_ptr + out_row[:, None] * D + dim[None, :], acc, mask=head_mask)
-        else:
-            piece = (kv_head * tl.num_programs(1) + share) * 2 + is_first.to(tl.int32)
-            partial = piece * G + row
-            tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
-            tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=row < G)
-            # All threads have written; the counter's release and acquire order these writes before the last one's
-            # reads.
-            tl.debug_barrier()
-            first_share = _share_of(seq_start, total, num_shares)
-            num_pieces = _share_of(seq_end - 1, total, num_shares) - first_share + 1
-            counter_ptr = arrivals_ptr + seq * HKV + kv_head
-            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_pieces - 1:
-                _combine(
-                    out_ptr + (seq.to(tl.int64) * HKV + kv_head) * (G * D), partial_out_ptr, partial_lse_ptr,
-                    kv_head * tl.num_programs(1) + first_share, num_pieces, G, G_POW2, D, D_PAD, COMBINE_TILE,
-                )  # fmt: skip
-                tl.store(counter_ptr, 0)
-        tile = piece_end
-        seq_start = seq_end
-        seq += 1
+            tl.store(counter_ptr, 0)
 
 
 @triton.jit
@@ -267,7 +249,7 @@ def _combine(
     out_ptr,  # [G, D] of one sequence and KV head
     partial_out_ptr,
     partial_lse_ptr,
-    first_share,  # of the sequence, counted over all KV heads
+    first_piece,  # of the sequence, counted over all KV heads
     num_pieces,
     G: tl.constexpr,
     G_POW2: tl.constexpr,
@@ -285,8 +267,7 @@ def _combine(
     for first in range(0, num_pieces, TILE):
         index = first + tl.arange(0, TILE)
         used = (index < num_pieces)[:, None] & (group < G)[None, :]
-        piece = (first_share + index) * 2 + (index == 0).to(tl.int32)  # the first is the beginning, see the arguments
-        partial = piece[:, None] * G + group[None, :]  # [TILE, G]
+        partial = (first_piece + index)[:, None] * G + group[None, :]  # [TILE, G]
         # Other programs wrote these: past the L1, which may hold older values.
         lse = tl.load(partial_lse_ptr + partial, mask=used, other=float("-inf"), cache_modifier=".cg")
         cell = partial[:, :, None] * D + dim[None, None, :]
@@ -322,17 +303,41 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _config(batch: int, num_kv_heads: int, row_bytes: int) -> tuple[int, int, int]:
-    """(tokens per tile, num_stages, programs per multiprocessor); row_bytes is what one padded key takes.
+def _config(batch: int, num_kv_heads: int, row_bytes: int) -> tuple[int, int]:
+    """(tokens per tile, num_stages); row_bytes is what one padded key takes.
 
-    num_stages - 1 tiles are on their way at a time. Nothing here takes more than 85 KB of shared memory, so that a
-    multiprocessor of an H200 holds two programs, and every GPU since Ampere at least one.
+    num_stages - 1 tiles are on their way at a time. No configuration takes more than 85 KB of shared memory, so that a
+    multiprocessor of an H200 holds two or three programs, and every GPU since Ampere at least one.
     """
     if row_bytes > 512:  # float32 with head_dim above 128
-        return (16, 2, 2)
+        return (16, 2)
     if row_bytes > 256:  # float32, or head_dim above 128
-        return (64, 2, 2)
-    return (64, 3, 2)
+        return (64, 2)
+    return (64, 3)
+
+
+def _num_programs(batch: int, num_kv_heads: int, num_multiprocessors: int) -> int:
+    """Programs per KV head: one for each sequence, and more to cut the long ones with."""
+    return batch + max(batch, triton.cdiv(4 * num_multiprocessors, num_kv_heads))
+
+
+def plan_decode(context_lens: torch.Tensor, num_kv_heads: int, row_bytes: int, fused: bool) -> torch.Tensor:
+    """Which program takes which piece, for every layer of a step; context_lens [B] as the attention gets them."""
+    batch = len(context_lens)
+    num_programs = _num_programs(batch, num_kv_heads, _num_multiprocessors(context_lens.device))
+    plan = torch.empty((num_programs, 4), dtype=torch.int32, device=context_lens.device)
+    _plan_kernel[(1,)](
+        plan,
+        context_lens,
+        batch,
+        num_programs,
+        TILE=_config(batch, num_kv_heads, row_bytes)[0],
+        FUSED=fused,
+        LENGTHS=LENGTHS_AT_ONCE,
+        num_warps=4,
+        **pdl_options(context_lens.device),
+    )
+    return plan
 
 
 def decode_attention(
@@ -345,9 +350,9 @@ def decode_attention(
 ) -> torch.Tensor:
     """q [B, Hq, D] (a token's heads contiguous), caches [blocks, bs, Hkv, D] contiguous, block_tables [B, W] int32,
     context_lens [B] int32, all in the cache. Returns [B, Hq, D]; zeros at length 0."""
-    batch, num_heads, head_dim = q.shape
-    assert q.stride()[1:] == (head_dim, 1)
-    return _launch(q, q.stride(0), num_heads, k_cache, v_cache, block_tables, context_lens, scale)
+    assert q.stride()[1:] == (q.shape[2], 1)
+    plan = plan_decode(context_lens, k_cache.shape[2], padded_row_bytes(k_cache), fused=False)
+    return _launch(q, q.shape[1], k_cache, v_cache, block_tables, context_lens, plan, scale)
 
 
 def fused_decode_attention(
@@ -361,28 +366,35 @@ def fused_decode_attention(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    plan: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """Norm (if weights [D] are given), RoPE, cache store and attention of one new token per sequence.
 
     qkv [B, (Hq + 2 * Hkv) * D] as projected; cos_sin [max_pos, D] float32, the D/2 cosines of a position and then its
     D/2 sines; caches and tables as in `decode_attention`. context_lens [B] count the new token, which stands at
-    position context_len - 1 and is stored there. Returns [B, Hq, D]; zeros at length 0, for which nothing is stored.
+    position context_len - 1 and is stored there; `plan` was made from them. Returns [B, Hq, D]; zeros at length 0, for
+    which nothing is stored.
     """
     assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
     assert (q_weight is None) == (k_weight is None), "norm weights come in pairs"
     rope = (cos_sin, q_weight, k_weight, eps)
-    return _launch(qkv, qkv.stride(0), num_heads, k_cache, v_cache, block_tables, context_lens, scale, rope)
+    return _launch(qkv, num_heads, k_cache, v_cache, block_tables, context_lens, plan, scale, rope)
+
+
+def padded_row_bytes(cache: torch.Tensor) -> int:
+    """Bytes of one key, its dimensions rounded up to a power of two."""
+    return max(16, triton.next_power_of_2(cache.shape[3])) * cache.element_size()
 
 
 def _launch(
     q: torch.Tensor,
-    q_stride: int,
     num_heads: int,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    plan: torch.Tensor,
     scale: float,
     rope: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float] | None = None,
 ) -> torch.Tensor:
@@ -393,16 +405,16 @@ def _launch(
     cos_sin, q_weight, k_weight, eps = rope or (None, None, None, 0.0)
     group = num_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    tile, num_stages, per_multiprocessor = _config(batch, num_kv_heads, dim_pad * q.element_size())
-    num_shares = max(per_multiprocessor * _num_multiprocessors(q.device) // num_kv_heads, 1)
+    tile, num_stages = _config(batch, num_kv_heads, padded_row_bytes(k_cache))
     out = torch.empty((batch, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    partial_out = torch.empty((num_kv_heads, num_shares, 2, group, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((num_kv_heads, num_shares, 2, group), dtype=torch.float32, device=q.device)
-    _decode_kernel[(num_kv_heads, num_shares)](
+    partial_out = torch.empty((num_kv_heads, len(plan), group, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_kv_heads, len(plan), group), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_kv_heads, len(plan))](
         out,
         partial_out,
         partial_lse,
         arrival_counters(q.device, batch * num_kv_heads),
+        plan,
         q,
         k_cache,
         v_cache,
@@ -413,9 +425,8 @@ def _launch(
         k_weight,
         scale * LOG2_E,
         eps,
-        q_stride,
+        q.stride(0),
         block_tables.stride(0),
-        batch,
         HKV=num_kv_heads,
         G=group,
         G_PAD=max(16, triton.next_power_of_2(group + (rope is not None))),  # 16: the least that tl.dot takes
@@ -423,7 +434,6 @@ def _launch(
         D_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        LENGTHS=LENGTHS_AT_ONCE,
         G_POW2=triton.next_power_of_2(group),
         COMBINE_TILE=max(COMBINE_ELEMENTS // (triton.next_power_of_2(group) * dim_pad), 1),
         FUSED=rope is not None,

@@ -75,12 +75,10 @@ def check(
     assert not module.arrival_counters(device, 1).any(), "every use must leave the counters at zero"
 
 
-@pytest.fixture(params=[1, 3, 40])
-def num_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Programs per KV head (of one KV head): shares longer than a sequence, about as long, and of one tile."""
-    config = module._config
-    monkeypatch.setattr(module, "_config", lambda *args: (*config(*args)[:2], request.param))
-    monkeypatch.setattr(module, "_num_multiprocessors", lambda device: 1)
+@pytest.fixture(params=[1, 5, 40])
+def num_extra(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Programs beyond one per sequence: long pieces, shorter ones, and pieces of one tile."""
+    monkeypatch.setattr(module, "_num_programs", lambda batch, num_kv_heads, _: batch + request.param)
     return request.param
 
 
@@ -100,16 +98,18 @@ def test_groups_head_dims_and_block_sizes(
     check([70, 1, 0, 16], num_heads, num_kv_heads, head_dim, block_size, dtype, device, randn)
 
 
-@pytest.mark.usefixtures("num_programs")
+@pytest.mark.usefixtures("num_extra")
 def test_lengths_around_tiles_and_blocks(
     dtype: torch.dtype, device: torch.device, randn: Callable[..., torch.Tensor]
 ) -> None:
     check([0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 0], 2, 1, 16, 16, dtype, device, randn)
 
 
-@pytest.mark.usefixtures("num_programs")
+@pytest.mark.usefixtures("num_extra")
 @pytest.mark.parametrize("lens", [[0], [1], [64 * 17 + 1], [1, 500], [500, 1, 1, 1], [0, 0, 320, 0]])
-def test_shares_cut_across_sequences(lens: list[int], device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
+def test_pieces_of_few_and_of_many_tiles(
+    lens: list[int], device: torch.device, randn: Callable[..., torch.Tensor]
+) -> None:
     check(lens, 2, 1, 16, 256, torch.float32, device, randn)
 
 
@@ -129,7 +129,7 @@ def test_many_pieces_are_combined_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "COMBINE_ELEMENTS", 4 * 4 * 16)  # four pieces or more at a time
-    monkeypatch.setattr(module, "_num_multiprocessors", lambda device: 16)
+    monkeypatch.setattr(module, "_num_programs", lambda *_: 32)
     check([64 * 17 + 1, 65, 64 * 4], num_heads, num_kv_heads, 16, 256, torch.float32, device, randn)
 
 
@@ -144,7 +144,7 @@ def test_large_scores_do_not_overflow(device: torch.device, randn: Callable[...,
     )
 
 
-@pytest.mark.usefixtures("num_programs")
+@pytest.mark.usefixtures("num_extra")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size", "norm"),
     [(2, 2, 16, 16, True), (4, 2, 64, 256, False), (3, 1, 80, 48, True), (16, 1, 16, 32, True)],
@@ -186,10 +186,29 @@ def test_fused_equals_norm_rope_and_store_followed_by_attention(
     q = prepared[:, : num_heads * head_dim].view(len(lens), num_heads, head_dim)
     expected = decode_attention(q, *expected_caches, block_tables, context_lens, scale)
 
+    plan = module.plan_decode(context_lens, num_kv_heads, module.padded_row_bytes(k_cache), fused=True)
     out = fused_decode_attention(
-        qkv, cos_sin, *weights, 1e-6, num_heads, k_cache, v_cache, block_tables, context_lens, scale
+        qkv, cos_sin, *weights, 1e-6, num_heads, k_cache, v_cache, block_tables, context_lens, plan, scale
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
     tolerance = dict(rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
     torch.testing.assert_close(k_cache, expected_caches[0], **tolerance)
     torch.testing.assert_close(v_cache, expected_caches[1], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_programs", [6, 7, 12, 40])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_plan_covers_every_tile_once(
+    num_programs: int, fused: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_num_programs", lambda *_: num_programs)
+    monkeypatch.setattr(module, "LENGTHS_AT_ONCE", 4)
+    lens = [300, 0, 64, 65, 1]
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    plan = module.plan_decode(context_lens, 1, 64, fused).tolist()
+    tiles = [max(-(-(n - fused) // 64), 1) for n in lens]
+    size = plan[0][3]
+    expected = [[seq, i, -(-n // size), size] for seq, n in enumerate(tiles) for i in range(-(-n // size))]
+    assert plan[: len(expected)] == expected
+    assert all(entry[0] == -1 for entry in plan[len(expected) :])
+    assert size == -(-sum(tiles) // (num_programs - len(lens))), "no larger than it must be"
