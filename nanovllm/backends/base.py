@@ -73,6 +73,15 @@ class AttentionBackend(ABC):
         graph) comes back as zeros. What the cache holds past a length never reaches the result, not even as a NaN.
         """
 
+    def plan_decode(
+        self, context_lens: torch.Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What `fused_decode` wants to know of a step once for all layers, if anything; see `Context.decode_plan`.
+
+        Called before the model, so that it is complete when the first layer runs.
+        """
+        return None
+
     def fused_decode(
         self,
         qkv: torch.Tensor,

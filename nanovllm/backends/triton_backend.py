@@ -81,6 +81,15 @@ class TritonBackend(AttentionBackend):
 
         return decode_attention(q, k_cache, v_cache, context.block_tables, context.context_lens, scale)
 
+    def plan_decode(
+        self, context_lens: torch.Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        if not context_lens.is_cuda:
+            return None
+        from nanovllm.kernels.decode_attention import padded_row_bytes, plan_decode
+
+        return plan_decode(context_lens, num_kv_heads, padded_row_bytes(head_dim, dtype), fused=True)
+
     def fused_decode(
         self,
         qkv: torch.Tensor,
@@ -93,11 +102,8 @@ class TritonBackend(AttentionBackend):
         context: Context,
         scale: float,
     ) -> torch.Tensor:
-        from nanovllm.kernels.decode_attention import fused_decode_attention, padded_row_bytes, plan_decode
+        from nanovllm.kernels.decode_attention import fused_decode_attention
 
-        if context.decode_plan is None:  # the first layer plans for all
-            row_bytes = padded_row_bytes(k_cache)
-            context.decode_plan = plan_decode(context.context_lens, k_cache.shape[2], row_bytes, fused=True)
         return fused_decode_attention(
             qkv,
             rotary_emb.cos_sin,

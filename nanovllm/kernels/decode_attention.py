@@ -2,9 +2,10 @@
 
 Reading the cache is nearly all of the work, so everything here serves its bandwidth:
 - A program reads one KV head for all query heads that share it, so that no key is read twice.
-- A sequence is cut into pieces, one program each. How long a piece may be follows from the lengths: as short as the
-  grid allows, which the host fixes (a CUDA graph replays it), so that few programs are left without work. A tiny kernel
-  draws up that plan on the device once a step, for all layers.
+- A sequence is cut into pieces, one program each. How long a piece may be follows from the lengths: so long that one
+  wave of programs takes all, or, of that much work that they would be longer than 1,024 tokens, as short as the grid
+  allows. The host fixes only the grid, which a CUDA graph replays; a tiny kernel draws up the plan on the device once a
+  step, for all layers.
 - The program of a whole sequence writes the result itself. Of several pieces, the program that finishes last puts their
   results together: no second kernel.
 - The KV head is the fastest grid axis: in the cache the heads of a token are neighbours, and are read together.
@@ -23,11 +24,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.paging import load_blocks, token_slots
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 
+LONG_PIECE = 1024  # tokens
 LENGTHS_AT_ONCE = 512  # sequences that the plan looks at in one go
 COMBINE_ELEMENTS = 4096  # partial results that the combining program takes at a time
 NUM_COUNTERS = 1 << 16
@@ -40,14 +43,16 @@ def _num_tiles(context_len, TILE: tl.constexpr, FUSED: tl.constexpr):
     return tl.maximum(tl.cdiv(cached, TILE), 1)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "wave"])
 def _plan_kernel(
     plan_ptr,  # [P, 4] int32: sequence (-1: no piece), index of the piece in it, its number of pieces, tiles per piece
     context_lens_ptr,  # [B]
     num_seqs,
     num_programs,
+    wave,  # programs that run at a time
     TILE: tl.constexpr,
     FUSED: tl.constexpr,
+    LONG: tl.constexpr,
     LENGTHS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -59,7 +64,7 @@ def _plan_kernel(
         tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
         total += tl.sum(tl.where(seq < num_seqs, tiles, 0), axis=0)
     # A sequence has at most one piece that is shorter: num_seqs + total // size pieces are enough for all.
-    size = tl.cdiv(total, num_programs - num_seqs)
+    size = tl.maximum(tl.cdiv(total, num_programs - num_seqs), tl.minimum(tl.cdiv(total, wave), LONG // TILE))
     planned = 0
     for first in range(0, num_seqs, LENGTHS):
         seq = first + tl.arange(0, LENGTHS)
@@ -111,8 +116,8 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    wait_for_inputs(PDL)
     kv_head, program = tl.program_id(0), tl.program_id(1)
+    # Plan, lengths and tables are as old as the step: complete since the embedding, which is launched without PDL.
     seq = tl.load(plan_ptr + program * 4)
     if seq < 0:
         return
@@ -120,6 +125,12 @@ def _decode_kernel(
     num_pieces = tl.load(plan_ptr + program * 4 + 2)
     piece_size = tl.load(plan_ptr + program * 4 + 3) * TILE
     context_len = tl.load(context_lens_ptr + seq)
+    num_cached = context_len - 1 if FUSED else context_len
+    start_of_piece = index * piece_size
+    end = tl.minimum(start_of_piece + piece_size, num_cached)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
+    next_blocks = load_blocks(table_ptr, start_of_piece, end, TILE, BLOCK_SIZE)
+    wait_for_inputs(PDL)
 
     row = tl.arange(0, G_PAD)
     dim = tl.arange(0, D_PAD)
@@ -127,16 +138,13 @@ def _decode_kernel(
     head = kv_head * G + row
     head_mask = (row < G)[:, None] & dim_mask[None, :]
     column = kv_head * D + dim
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
     q_row_ptr = q_ptr + seq.to(tl.int64) * q_stride
     if FUSED:
-        num_cached = context_len - 1
         q = _norm_and_rotate(
             q_row_ptr, row, kv_head, cos_sin_ptr, q_weight_ptr, k_weight_ptr, tl.maximum(num_cached, 0), eps,
             HKV, G, D, D_PAD, NORM,
         )  # fmt: skip
     else:
-        num_cached = context_len
         q = tl.load(q_row_ptr + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
     max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
     denominator = tl.zeros((G_PAD,), tl.float32)
@@ -152,10 +160,7 @@ def _decode_kernel(
         denominator += 1.0
         acc += new_v.to(tl.float32)[None, :]
 
-    start_of_piece = index * piece_size
-    end = tl.minimum(start_of_piece + piece_size, num_cached)
     offsets = tl.arange(0, TILE)
-    next_blocks = load_blocks(table_ptr, start_of_piece, end, TILE, BLOCK_SIZE)
     for start in range(start_of_piece, end, TILE):
         blocks = next_blocks
         next_blocks = load_blocks(table_ptr, start + TILE, end, TILE, BLOCK_SIZE)
@@ -303,7 +308,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _config(batch: int, num_kv_heads: int, row_bytes: int) -> tuple[int, int]:
+def _config(row_bytes: int) -> tuple[int, int]:
     """(tokens per tile, num_stages); row_bytes is what one padded key takes.
 
     num_stages - 1 tiles are on their way at a time. No configuration takes more than 85 KB of shared memory, so that a
@@ -316,28 +321,41 @@ def _config(batch: int, num_kv_heads: int, row_bytes: int) -> tuple[int, int]:
     return (64, 3)
 
 
-def _num_programs(batch: int, num_kv_heads: int, num_multiprocessors: int) -> int:
-    """Programs per KV head: one for each sequence, and more to cut the long ones with."""
-    return batch + max(batch, triton.cdiv(4 * num_multiprocessors, num_kv_heads))
+def _grid(batch: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int]:
+    """(programs, programs of one wave), both per KV head: one for each sequence, and more to cut long ones with."""
+    wave = triton.cdiv(2 * num_multiprocessors, num_kv_heads)
+    return batch + max(batch // 2, 4 * wave), wave
 
 
 def plan_decode(context_lens: torch.Tensor, num_kv_heads: int, row_bytes: int, fused: bool) -> torch.Tensor:
-    """Which program takes which piece, for every layer of a step; context_lens [B] as the attention gets them."""
+    """Which program takes which piece, for every layer of a step: [P, 4] int32, see `_plan_kernel`.
+
+    context_lens [B] int32, as the attention will get them; row_bytes as in `padded_row_bytes`.
+    """
     batch = len(context_lens)
-    num_programs = _num_programs(batch, num_kv_heads, _num_multiprocessors(context_lens.device))
+    num_programs, wave = _grid(batch, num_kv_heads, _num_multiprocessors(context_lens.device))
     plan = torch.empty((num_programs, 4), dtype=torch.int32, device=context_lens.device)
-    _plan_kernel[(1,)](
+    launch(
+        _plan_kernel,
+        (1,),
         plan,
         context_lens,
         batch,
         num_programs,
-        TILE=_config(batch, num_kv_heads, row_bytes)[0],
+        wave,
+        TILE=_config(row_bytes)[0],
         FUSED=fused,
+        LONG=LONG_PIECE,
         LENGTHS=LENGTHS_AT_ONCE,
         num_warps=4,
         **pdl_options(context_lens.device),
     )
     return plan
+
+
+def padded_row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one key, its dimensions rounded up to a power of two."""
+    return max(16, triton.next_power_of_2(head_dim)) * dtype.itemsize
 
 
 def decode_attention(
@@ -351,7 +369,7 @@ def decode_attention(
     """q [B, Hq, D] (a token's heads contiguous), caches [blocks, bs, Hkv, D] contiguous, block_tables [B, W] int32,
     context_lens [B] int32, all in the cache. Returns [B, Hq, D]; zeros at length 0."""
     assert q.stride()[1:] == (q.shape[2], 1)
-    plan = plan_decode(context_lens, k_cache.shape[2], padded_row_bytes(k_cache), fused=False)
+    plan = plan_decode(context_lens, k_cache.shape[2], padded_row_bytes(q.shape[2], q.dtype), fused=False)
     return _launch(q, q.shape[1], k_cache, v_cache, block_tables, context_lens, plan, scale)
 
 
@@ -382,11 +400,6 @@ def fused_decode_attention(
     return _launch(qkv, num_heads, k_cache, v_cache, block_tables, context_lens, plan, scale, rope)
 
 
-def padded_row_bytes(cache: torch.Tensor) -> int:
-    """Bytes of one key, its dimensions rounded up to a power of two."""
-    return max(16, triton.next_power_of_2(cache.shape[3])) * cache.element_size()
-
-
 def _launch(
     q: torch.Tensor,
     num_heads: int,
@@ -405,11 +418,13 @@ def _launch(
     cos_sin, q_weight, k_weight, eps = rope or (None, None, None, 0.0)
     group = num_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    tile, num_stages = _config(batch, num_kv_heads, padded_row_bytes(k_cache))
+    tile, num_stages = _config(padded_row_bytes(head_dim, q.dtype))
     out = torch.empty((batch, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_out = torch.empty((num_kv_heads, len(plan), group, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_kv_heads, len(plan), group), dtype=torch.float32, device=q.device)
-    _decode_kernel[(num_kv_heads, len(plan))](
+    launch(
+        _decode_kernel,
+        (num_kv_heads, len(plan)),
         out,
         partial_out,
         partial_lse,

@@ -77,8 +77,8 @@ def check(
 
 @pytest.fixture(params=[1, 5, 40])
 def num_extra(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Programs beyond one per sequence: long pieces, shorter ones, and pieces of one tile."""
-    monkeypatch.setattr(module, "_num_programs", lambda batch, num_kv_heads, _: batch + request.param)
+    """Programs beyond one per sequence, also of a wave: long pieces, shorter ones, and pieces of one tile."""
+    monkeypatch.setattr(module, "_grid", lambda batch, num_kv_heads, _: (batch + request.param, request.param))
     return request.param
 
 
@@ -129,7 +129,7 @@ def test_many_pieces_are_combined_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "COMBINE_ELEMENTS", 4 * 4 * 16)  # four pieces or more at a time
-    monkeypatch.setattr(module, "_num_programs", lambda *_: 32)
+    monkeypatch.setattr(module, "_grid", lambda *_: (32, 30))
     check([64 * 17 + 1, 65, 64 * 4], num_heads, num_kv_heads, 16, 256, torch.float32, device, randn)
 
 
@@ -186,7 +186,7 @@ def test_fused_equals_norm_rope_and_store_followed_by_attention(
     q = prepared[:, : num_heads * head_dim].view(len(lens), num_heads, head_dim)
     expected = decode_attention(q, *expected_caches, block_tables, context_lens, scale)
 
-    plan = module.plan_decode(context_lens, num_kv_heads, module.padded_row_bytes(k_cache), fused=True)
+    plan = module.plan_decode(context_lens, num_kv_heads, module.padded_row_bytes(head_dim, dtype), fused=True)
     out = fused_decode_attention(
         qkv, cos_sin, *weights, 1e-6, num_heads, k_cache, v_cache, block_tables, context_lens, plan, scale
     )
@@ -196,19 +196,24 @@ def test_fused_equals_norm_rope_and_store_followed_by_attention(
     torch.testing.assert_close(v_cache, expected_caches[1], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("num_programs", [6, 7, 12, 40])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("num_programs", "wave", "long", "size"),
+    [
+        (6, 1, 1024, 10),  # one program more than sequences: every sequence whole
+        (16, 1, 64, 1),  # as short as the grid allows
+        (16, 4, 1024, 3),  # one wave
+        (16, 4, 128, 2),  # one wave would be too long
+    ],
+)
 def test_a_plan_covers_every_tile_once(
-    num_programs: int, fused: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    num_programs: int, wave: int, long: int, size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_num_programs", lambda *_: num_programs)
+    monkeypatch.setattr(module, "_grid", lambda *_: (num_programs, wave))
+    monkeypatch.setattr(module, "LONG_PIECE", long)
     monkeypatch.setattr(module, "LENGTHS_AT_ONCE", 4)
-    lens = [300, 0, 64, 65, 1]
+    lens, tiles = [300, 0, 65, 66, 1], [5, 1, 1, 2, 1]
     context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    plan = module.plan_decode(context_lens, 1, 64, fused).tolist()
-    tiles = [max(-(-(n - fused) // 64), 1) for n in lens]
-    size = plan[0][3]
+    plan = module.plan_decode(context_lens, 1, 64, fused=True).tolist()
     expected = [[seq, i, -(-n // size), size] for seq, n in enumerate(tiles) for i in range(-(-n // size))]
     assert plan[: len(expected)] == expected
     assert all(entry[0] == -1 for entry in plan[len(expected) :])
-    assert size == -(-sum(tiles) // (num_programs - len(lens))), "no larger than it must be"
