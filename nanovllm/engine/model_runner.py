@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import threading
+import traceback
 from time import perf_counter
 
 import numpy as np
@@ -84,9 +85,24 @@ class ModelRunner:
         self.dtype = resolve_dtype(config, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        try:
+            self._start(config)
+        except BaseException as error:
+            # Now: the error's traceback keeps this object and its graphs, and they keep the memory and the group.
+            traceback.clear_frames(error.__traceback__)
+            self.exit()
+            raise
+
+    # ------------------------------------------------------------------ start
+
+    def _start(self, config: Config) -> None:
+        """Load the weights, find out how many blocks there is memory for, compile and capture; all ranks in step."""
+        group = self.group
         clock = StartClock()
         self.model = self._load_model()
         clock.lap("weights")
+        hidden_size = config.model_config.hidden_size
+        group.use_peer_memory(hidden_size, config.max_num_seqs, self.dtype, self.device)
         self.sampler = Sampler()
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._bind_backends()
@@ -110,8 +126,6 @@ class ModelRunner:
             self.graphs.capture(graph_sizes(self.max_num_rows))
         clock.lap("graphs")
         logger.info("%s, %d blocks of %d tokens; %s", self.device, self.num_kvcache_blocks, self.block_size, clock)
-
-    # ------------------------------------------------------------------ start
 
     def _load_model(self) -> torch.nn.Module:
         model_config = self.config.model_config

@@ -40,6 +40,8 @@ EXIT_GRACE_S = 5.0  # what a worker gets to end by itself before it is killed
 SETTLE_S = 0.2  # within which the failures that follow from the first one come in
 EXPLAIN_S = 2.0  # for how long an error of rank 0 waits for another rank's failure that may be behind it
 
+_environment_lock = threading.Lock()  # the environment belongs to the process
+
 
 class WorkerError(RuntimeError):
     """A rank has failed; the message holds its traceback. The engine has shut down."""
@@ -58,6 +60,9 @@ class Workers:
         self._timeout = COLLECTIVE_TIMEOUT
         self._failure: str | None = None
         self._is_ending = False
+        self._is_explained = threading.Event()  # the watcher has found out whether and why a rank has failed
+        self._have_ended = threading.Event()  # the processes
+        self._ended_by_themselves = False
         self._watcher: threading.Thread | None = None
         self._reports: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -73,6 +78,7 @@ class Workers:
         except BaseException as error:
             explained = self.explain(error)
             self.shut_down(grace_s=0)
+            self.close()
             if explained is error:
                 raise
             raise explained from error
@@ -121,10 +127,13 @@ class Workers:
         """Wait for the first report or death; then end what is left and free rank 0 from whatever it waits in."""
         wait(self._reports)
         if self._is_ending:
-            return
-        self._failure = self._cause()
-        self._kill()  # which also closes the connections that rank 0 may be waiting on
-        if self.group is not None:
+            self._is_explained.set()
+            self._have_ended.wait()
+        else:
+            self._failure = self._cause()
+            self._is_explained.set()
+            self._kill()  # which also closes the connections that rank 0 may be waiting on
+        if self.group is not None and not self._ended_by_themselves:
             self.group.abort()
 
     def _cause(self) -> str:
@@ -151,17 +160,25 @@ class Workers:
         """Have every other rank call `method` of its ModelRunner. Does not wait for them."""
         self._channel.send((method, args))
 
+    def check(self) -> None:
+        """Raise if a rank has failed: what a collective that was broken off has left on the device is no result."""
+        if self._failure is not None:
+            raise RuntimeError("another rank has failed")
+
     def explain(self, error: BaseException) -> BaseException:
         """What to raise for `error`: a rank's own failure, if there was one, says more than its consequences here."""
         # Anything else, a user's mistake or an interrupt, does not come from a broken connection.
         if self._watcher is None or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
         # The broken connection may be seen here before the watcher, which then ends, has found out why.
-        self._watcher.join(EXPLAIN_S)
+        self._is_explained.wait(EXPLAIN_S)
         return error if self._failure is None else WorkerError(self._failure)
 
     def shut_down(self, grace_s: float = EXIT_GRACE_S) -> None:
-        """End all workers, by themselves within `grace_s` if they can; may be called twice, and half-built."""
+        """End all processes, by themselves within `grace_s` if they can; may be called twice, and half-built.
+
+        What is in flight on this rank is broken off if they could not. Call `close` when its CUDA graphs are gone.
+        """
         if os.getpid() != self._pid:  # a forked copy of this object: the workers are not its children
             return
         self._is_ending = True
@@ -169,12 +186,19 @@ class Workers:
         deadline = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0.0))
+        self._ended_by_themselves = all(process.exitcode == 0 for process in self._processes)
         self._kill()
+        self._have_ended.set()
+
+    def close(self) -> None:
+        """Give back the group and all else that is left after `shut_down`; may be called twice."""
+        if os.getpid() != self._pid:
+            return
         # Garbage collection may call this from any thread.
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(EXIT_GRACE_S)
-        if self.group is not None and self._failure is None:
-            self.group.abort()
+        if self.group is not None:
+            self.group.close()
         for report in self._reports:
             report.close()
         for process in self._processes:
@@ -222,6 +246,8 @@ def worker_main(
             except EOFError:
                 break
             getattr(runner, method)(*args)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)  # rank 0's last step needs this one's part of it
     except BaseException:
         exit_code = 1
         with contextlib.suppress(OSError):
@@ -244,14 +270,30 @@ def connect(config: Config, store: dist.Store, rank: int, size: int, timeout: ti
     """A process group of its own over our own store; torch's default group stays free for others."""
     store = dist.PrefixStore("nanovllm", store)
     if uses_cuda(config):
-        torch.cuda.set_device(rank)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return connect_gpus(store, rank, size, timeout)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def connect_gpus(store: dist.Store, rank: int, size: int, timeout: timedelta) -> "dist.ProcessGroup":
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    # The group's own threads would end the whole process, which is the caller's, when a collective fails.
+    with environment(
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="2",  # break off what is running, and no more
+        TORCH_NCCL_ENABLE_MONITORING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        TORCH_NCCL_RETHROW_CUDA_ERRORS="0",
+    ):
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+    # NCCL connects the ranks in the first collective; here, so that this wait too can be given up.
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    torch.cuda.synchronize(device)
+    return group
 
 
 def uses_cuda(config: Config) -> bool:
@@ -270,17 +312,28 @@ def start_environment(size: int) -> Iterator[None]:
 
     Ctrl-C goes to every process of the terminal, and what it means is for rank 0 to decide.
     """
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads_per_rank(size))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+    with environment(OMP_NUM_THREADS=str(threads_per_rank(size))):
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Environment variables for a while; engines that start in several threads take turns."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _refuse_where_none_can_start() -> None:
