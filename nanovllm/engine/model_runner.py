@@ -10,7 +10,9 @@ import math
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,7 +141,7 @@ class ModelRunner:
             finally:
                 torch.set_default_dtype(default_dtype)
         if self.config.load_format == "dummy":
-            load_dummy(model, seed=self.config.seed or 0)
+            load_dummy(model, self.config.seed or 0, self.group.rank)
         else:
             load_model(model, self.config.model)
         return model.eval()
@@ -327,11 +329,11 @@ class ModelRunner:
         return self._sample(logits, rows, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
 
     @torch.inference_mode()
-    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Logits [B, vocab] behind each row's last token, whose K/V is written at its position; position -1 pads."""
         return self._decode_logits(self.tables.decode_inputs(rows, positions, self.block_size))
 
-    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor | None:
         context = Context(
             slot_mapping=inputs.slot_mapping,
             block_tables=inputs.block_tables,
@@ -371,6 +373,10 @@ class ModelRunner:
             return self.model.compute_logits(self.model(input_ids, positions))
         finally:
             reset_context()
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(self, *args)`: what rank 0 has all ranks call that is no method of this class."""
+        return function(self, *args)
 
     def exit(self) -> None:
         """Give back the device memory. May be called twice, and on a half-built runner."""

@@ -9,11 +9,11 @@ There are no flags and no fences: each element says by itself that it has arrive
 no part contains, until a part lies in it, and whoever has read it makes it EMPTY again (Lamport's rule that a word is
 its own signal, as in NCCL's LL protocol and TensorRT-LLM's one-shot all-reduce, but without their extra bytes).
 
-Why two halves that take turns suffice: a rank writes a half for call n + 2 only after its call n + 1. That could end only
-with the peer's part of call n + 1, which the peer sent after its call n had ended, and with it all reading and clearing
-of that half. Calls are counted for each row, which makes each row a channel of its own, and on the device, so that a
-captured graph can be replayed. A program waits only for its namesakes on the other ranks, and sends before it waits: it
-needs no other program of its own grid to run beside it.
+Why two halves that take turns suffice: a rank writes a half for call n + 2 only after its call n + 1. That could end
+only with the peer's part of call n + 1, which the peer sent after its call n had ended, and with it all reading and
+clearing of that half. Calls are counted for each row, which makes each row a channel of its own, and on the device, so
+that a captured graph can be replayed. A program waits only for its namesakes on the other ranks, and sends before it
+waits: it needs no other program of its own grid to run beside it.
 """
 
 import torch

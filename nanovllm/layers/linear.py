@@ -153,6 +153,7 @@ class RowParallelLinear(LinearBase):
     ) -> None:
         super().__init__(divide("input features", input_size, group.size), output_size, bias, group)
         self.reduce_results = reduce_results
+        self.weight.num_inputs = input_size  # of the whole, for random weights of the right scale
 
     def weight_loader(self, param: nn.Parameter, source: Any) -> None:
         if param.dim() == 1:  # the bias is whole on every rank and added by rank 0 alone
