@@ -124,6 +124,11 @@ class Inboxes:
     def fits(self, x: torch.Tensor) -> bool:
         return x.dtype == self.dtype and x.dim() == 2 and x.shape[0] <= self.max_rows and x.shape[1] == self.hidden_size
 
+    @torch.inference_mode()  # in which the flag may have been made
+    def break_off(self) -> None:
+        """End the wait of every kernel that runs or comes; what they give is no sum. From any thread."""
+        self.stop.fill_(1)
+
 
 def inbox_bytes(size: int, max_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     return 2 * size * max_rows * hidden_size * dtype.itemsize

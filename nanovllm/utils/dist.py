@@ -80,11 +80,12 @@ class Group:
         return min(int(part) for part in self._all_gather(torch.tensor([value], device=device)))
 
     def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's `x`, which must be contiguous, in rank order."""
         if self.size == 1:
             return [x]
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._wait(self._pg.allgather([parts], [x], _in_stream(c10d.AllgatherOptions())))
-        return parts
+        parts = torch.empty((self.size * len(x), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        self._wait(self._pg._allgather_base(parts, x, _in_stream(c10d.AllgatherOptions())))
+        return list(parts.chunk(self.size))
 
     @staticmethod
     def _wait(work: "dist.Work | None") -> None:
@@ -143,7 +144,7 @@ class Group:
         deadline = time.monotonic() + PROBE_S
         while not done.query():
             if time.monotonic() > deadline:
-                self._inboxes.stop[0] = 1
+                self._inboxes.break_off()
                 done.synchronize()
                 return False
             time.sleep(0.001)
@@ -170,7 +171,7 @@ class Group:
         """
         inboxes, pg = self._inboxes, self._pg
         if inboxes is not None:
-            inboxes.stop[0] = 1
+            inboxes.break_off()
         if hasattr(pg, "abort"):
             pg.abort()
 

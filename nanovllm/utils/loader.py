@@ -68,8 +68,9 @@ def load_model(model: nn.Module, path: str) -> None:
 def load_dummy(model: nn.Module, seed: int = 0, rank: int = 0) -> None:
     """Random weights in place, the same for the same seed, rank and device: activations and logits keep a sane scale.
 
-    Drawn for this rank's shards alone, so that another number of ranks has another model. Matrices get a standard deviation of 1/sqrt(inputs). Embedding and head get 0.04: a normalised hidden state of 1024
-    then gives logits with a standard deviation of 1.28, so that sampling has something to choose from.
+    Drawn for this rank's shards alone: another number of ranks has another model. Matrices get a standard deviation of
+    1/sqrt(inputs). Embedding and head get 0.04: a normalised hidden state of 1024 then gives logits with a standard
+    deviation of 1.28, so that sampling has something to choose from.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name, param in model.named_parameters():
