@@ -162,7 +162,8 @@ def _launch(
     num_rows, hidden_size = x.shape
     assert inboxes.fits(x), (x.shape, x.dtype)
     assert x.is_contiguous() and residual.is_contiguous()
-    block = triton.next_power_of_2(hidden_size)
+    # Each element belongs to one thread, whose look at it is the one that counts: at least a warp's worth of them.
+    block = max(triton.next_power_of_2(hidden_size), 32)
     _all_reduce_kernel[(num_rows,)](
         out,
         x.view(_BITS[x.dtype.itemsize]),
