@@ -127,14 +127,14 @@ class LLMEngine:
                         break
                     self._in_flight.append((batch, None))
                 if self._workers is not None:
-                    self._workers.call("launch", batch)
+                    self._workers.launch(batch)
                 self._in_flight[-1] = (batch, self.model_runner.launch(batch))
             if not self._in_flight:
                 return [], 0
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
             if self._workers is not None:
-                self._workers.check()
+                self._workers.settled()
             with deferred_interrupt():
                 outputs = self.scheduler.postprocess(batch, token_ids)
                 self._in_flight.popleft()
