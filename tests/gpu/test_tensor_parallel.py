@@ -344,4 +344,4 @@ def test_pitfall_45_the_end_of_the_parent_is_the_end_of_all(
     assert wait_until(lambda: not is_alive(rank), 10)
     script.communicate(timeout=20)
     assert wait_until(lambda: free_memory(1) > before - 0.5, 10)
-    assert wait_until(lambda: shared_memory() <= names, 10)
+    assert wait_until(lambda: shared_memory(script.pid) <= names, 10)

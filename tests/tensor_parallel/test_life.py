@@ -49,7 +49,7 @@ def nothing_left():
     yield
     gc.collect()
     assert wait_until(lambda: not workers_of(os.getpid()), 10)
-    assert wait_until(lambda: shared_memory() <= names, 10)  # others on this machine may have theirs for a moment
+    assert wait_until(lambda: shared_memory() <= names, 10)
     assert torch.get_num_threads() == threads
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-watcher"]
 
@@ -321,7 +321,7 @@ def test_pitfall_45_the_end_of_the_parent_is_the_end_of_all(path, tmp_path, mode
         assert script.stdout.readline() == "ready\n", script.stderr.read()
         assert wait_until(lambda: len(workers_of(script.pid)) == 1, 20)
         if mode != "start":
-            assert wait_until(lambda: shared_memory() <= names, 5)  # not even while it runs
+            assert wait_until(lambda: shared_memory(script.pid) <= names, 5)  # not even while it runs
         time.sleep(0.5)
         ranks, all_below = workers_of(script.pid), descendants(script.pid)
         if mode == "stopped":  # which runs no code of ours any more
@@ -332,7 +332,7 @@ def test_pitfall_45_the_end_of_the_parent_is_the_end_of_all(path, tmp_path, mode
             os.kill(script.pid, number)
         watched = ranks if mode == "fork" else all_below
         assert wait_until(lambda: not any(is_alive(pid) for pid in watched), 10)
-        assert wait_until(lambda: shared_memory() <= names, 10)
+        assert wait_until(lambda: shared_memory(script.pid) <= names, 10)
     finally:
         if mode == "fork":
             os.killpg(script.pid, signal.SIGKILL)
