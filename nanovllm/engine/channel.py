@@ -44,7 +44,7 @@ class ChannelWriter:
         self._is_read = True  # the segment, by everybody
         self._is_open = True
         # Random, and whose it is, for those who look into /dev/shm.
-        name = f"nanovllm-{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"nanovllm-{os.getpid()}-{secrets.token_hex(4)}"
         self._memory = SharedMemory(name, create=True, size=buffer_size)
         self._is_named = True
 
