@@ -40,6 +40,7 @@ class Group:
         # For small messages on GPUs, see `use_peer_memory`.
         self._memory: PeerMemory | None = None
         self._inboxes: Inboxes | None = None
+        self._is_aborted = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks, in place."""
@@ -74,10 +75,13 @@ class Group:
         return x
 
     def min(self, value: int, device: torch.device) -> int:
-        """The smallest of the ranks' values, on every rank."""
+        """The smallest of the ranks' values, on every rank. RuntimeError if another rank has failed."""
         if self.size == 1:
             return value
-        return min(int(part) for part in self._all_gather(torch.tensor([value], device=device)))
+        smallest = min(int(part) for part in self._all_gather(torch.tensor([value], device=device)))
+        if self._is_aborted:
+            raise RuntimeError("the collective has been broken off")
+        return smallest
 
     def _all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's `x`, which must be contiguous, in rank order."""
@@ -172,7 +176,8 @@ class Group:
         inboxes, pg = self._inboxes, self._pg
         if inboxes is not None:
             inboxes.break_off()
-        if hasattr(pg, "abort"):
+        if hasattr(pg, "abort") and not self._is_aborted:
+            self._is_aborted = True
             pg.abort()
 
     def close(self) -> None:
