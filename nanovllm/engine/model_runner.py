@@ -9,7 +9,10 @@ import logging
 import math
 import os
 import threading
+import traceback
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,9 +87,24 @@ class ModelRunner:
         self.dtype = resolve_dtype(config, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        try:
+            self._start(config)
+        except BaseException as error:
+            # Now: the error's traceback keeps this object and its graphs, and they keep the memory and the group.
+            traceback.clear_frames(error.__traceback__)
+            self.exit()
+            raise
+
+    # ------------------------------------------------------------------ start
+
+    def _start(self, config: Config) -> None:
+        """Load the weights, find out how many blocks there is memory for, compile and capture; all ranks in step."""
+        group = self.group
         clock = StartClock()
         self.model = self._load_model()
         clock.lap("weights")
+        hidden_size = config.model_config.hidden_size
+        group.use_peer_memory(hidden_size, config.max_num_seqs, self.dtype, self.device)
         self.sampler = Sampler()
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._bind_backends()
@@ -113,8 +131,6 @@ class ModelRunner:
         clock.lap("graphs")
         logger.info("%s, %d blocks of %d tokens; %s", self.device, self.num_kvcache_blocks, self.block_size, clock)
 
-    # ------------------------------------------------------------------ start
-
     def _load_model(self) -> torch.nn.Module:
         model_config = self.config.model_config
         model_class = get_model_class(model_config.architecture)
@@ -127,7 +143,7 @@ class ModelRunner:
             finally:
                 torch.set_default_dtype(default_dtype)
         if self.config.load_format == "dummy":
-            load_dummy(model, seed=self.config.seed or 0)
+            load_dummy(model, self.config.seed or 0, self.group.rank)
         else:
             load_model(model, self.config.model)
         return model.eval()
@@ -325,11 +341,11 @@ class ModelRunner:
         return self._sample(logits, rows, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
 
     @torch.inference_mode()
-    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Logits [B, vocab] behind each row's last token, whose K/V is written at its position; position -1 pads."""
         return self._decode_logits(self.tables.decode_inputs(rows, positions, self.block_size))
 
-    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor | None:
         layer = self.attention_layers[0]
         context = Context(
             slot_mapping=inputs.slot_mapping,
@@ -373,6 +389,10 @@ class ModelRunner:
             return self.model.compute_logits(self.model(input_ids, positions))
         finally:
             reset_context()
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(self, *args)`: what rank 0 has all ranks call that is no method of this class."""
+        return function(self, *args)
 
     def exit(self) -> None:
         """Give back the device memory. May be called twice, and on a half-built runner."""
