@@ -116,8 +116,8 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
+    wait_for_inputs(PDL)
     kv_head, program = tl.program_id(0), tl.program_id(1)
-    # Plan, lengths and tables are as old as the step: complete since the embedding, which is launched without PDL.
     seq = tl.load(plan_ptr + program * 4)
     if seq < 0:
         return
@@ -125,60 +125,59 @@ def _decode_kernel(
     num_pieces = tl.load(plan_ptr + program * 4 + 2)
     piece_size = tl.load(plan_ptr + program * 4 + 3) * TILE
     context_len = tl.load(context_lens_ptr + seq)
-    num_cached = context_len - 1 if FUSED else context_len
-    start_of_piece = index * piece_size
-    end = tl.minimum(start_of_piece + piece_size, num_cached)
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
+
     row = tl.arange(0, G_PAD)
     dim = tl.arange(0, D_PAD)
     dim_mask = dim < D
     head = kv_head * G + row
     head_mask = (row < G)[:, None] & dim_mask[None, :]
     column = kv_head * D + dim
-    offsets = tl.arange(0, TILE)
-    # So is all of the cache but the new token: the first tile is on its way while the projection still runs. (Of no
-    # length or one there is none: all of it is masked off.) What is masked off reads as 0, so no NaN gets in.
-    blocks = load_blocks(table_ptr, start_of_piece, end, TILE, BLOCK_SIZE)
-    valid = start_of_piece + offsets < end
-    cell = token_slots(blocks, start_of_piece, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
-    k = tl.load(k_cache_ptr + cell, mask=valid[:, None] & dim_mask[None, :], other=0.0)
-    v = tl.load(v_cache_ptr + cell, mask=valid[:, None] & dim_mask[None, :], other=0.0)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
     q_row_ptr = q_ptr + seq.to(tl.int64) * q_stride
     if FUSED:
+        num_cached = context_len - 1
         q = _norm_and_rotate(
             q_row_ptr, row, kv_head, cos_sin_ptr, q_weight_ptr, k_weight_ptr, tl.maximum(num_cached, 0), eps,
-            HKV, G, D, D_PAD, NORM, PDL,
+            HKV, G, D, D_PAD, NORM,
         )  # fmt: skip
     else:
-        wait_for_inputs(PDL)
+        num_cached = context_len
         q = tl.load(q_row_ptr + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
-    # Finite at length 0, where nothing follows that is.
-    max_score = tl.where(context_len > 0, float("-inf"), 0.0) + tl.zeros((G_PAD,), tl.float32)
+    max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
     denominator = tl.zeros((G_PAD,), tl.float32)
     acc = tl.zeros((G_PAD, D_PAD), tl.float32)
     if FUSED and (index == num_pieces - 1) & (context_len > 0):
         new_v = tl.load(q_row_ptr + (HKV * (G + 1) + kv_head) * D + dim, mask=dim_mask, other=0.0)
         block = tl.load(table_ptr + num_cached // BLOCK_SIZE).to(tl.int64)
-        new_cell = (block * BLOCK_SIZE + num_cached % BLOCK_SIZE) * (HKV * D) + column
+        cell = (block * BLOCK_SIZE + num_cached % BLOCK_SIZE) * (HKV * D) + column
         new_k = tl.sum(tl.where((row == G)[:, None], q.to(tl.float32), 0.0), axis=0)
-        tl.store(k_cache_ptr + new_cell, new_k, mask=dim_mask)
-        tl.store(v_cache_ptr + new_cell, new_v, mask=dim_mask)
+        tl.store(k_cache_ptr + cell, new_k, mask=dim_mask)
+        tl.store(v_cache_ptr + cell, new_v, mask=dim_mask)
         max_score = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale_log2
         denominator += 1.0
         acc += new_v.to(tl.float32)[None, :]
 
-    acc, denominator, max_score = _attend(acc, denominator, max_score, q, k, v, valid, scale_log2)
-    next_blocks = load_blocks(table_ptr, start_of_piece + TILE, end, TILE, BLOCK_SIZE)
-    for start in range(start_of_piece + TILE, end, TILE):
+    start_of_piece = index * piece_size
+    end = tl.minimum(start_of_piece + piece_size, num_cached)
+    offsets = tl.arange(0, TILE)
+    next_blocks = load_blocks(table_ptr, start_of_piece, end, TILE, BLOCK_SIZE)
+    for start in range(start_of_piece, end, TILE):
         blocks = next_blocks
         next_blocks = load_blocks(table_ptr, start + TILE, end, TILE, BLOCK_SIZE)
         valid = start + offsets < end
         cell = token_slots(blocks, start, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
         mask = valid[:, None] & dim_mask[None, :]
-        # Each byte is read once: let it leave the L2 first.
+        # Each byte is read once: let it leave the L2 first. What is masked off reads as 0, so no NaN gets in.
         k = tl.load(k_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
         v = tl.load(v_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
-        acc, denominator, max_score = _attend(acc, denominator, max_score, q, k, v, valid, scale_log2)
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))  # finite: a tile has at least one token
+        shrink = tl.exp2(max_score - new_max)
+        weights = tl.exp2(scores - new_max[:, None])
+        denominator = denominator * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        max_score = new_max
 
     acc /= tl.where(denominator > 0.0, denominator, 1.0)[:, None]  # 0 at length 0 only
     if num_pieces == 1:
@@ -201,28 +200,6 @@ def _decode_kernel(
 
 
 @triton.jit
-def _attend(
-    acc,  # [G_PAD, D_PAD] weighted sum of values
-    denominator,  # [G_PAD] sum of weights
-    max_score,  # [G_PAD]
-    q,  # [G_PAD, D_PAD]
-    k,  # [TILE, D_PAD]
-    v,  # [TILE, D_PAD]
-    valid,  # [TILE]
-    scale_log2,
-):
-    """Take one tile of keys into the running softmax."""
-    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-    scores = tl.where(valid[None, :], scores, float("-inf"))
-    new_max = tl.maximum(max_score, tl.max(scores, axis=1))
-    shrink = tl.exp2(max_score - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
-    denominator = denominator * shrink + tl.sum(weights, axis=1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, denominator, new_max
-
-
-@triton.jit
 def _norm_and_rotate(
     qkv_row_ptr,
     row,  # [G_PAD] 0 .. G: the group's query heads; G: its key
@@ -237,7 +214,6 @@ def _norm_and_rotate(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The query heads of one KV head and its new key, [G_PAD, D_PAD], ready for attention; rounds as qk_norm_rope.py.
 
@@ -249,22 +225,19 @@ def _norm_and_rotate(
     is_key = (row == G)[:, None]
     mask = (row <= G)[:, None] & (dim < D)[None, :]
     row_ptr = qkv_row_ptr + (tl.where(row < G, kv_head * G + row, HKV * G + kv_head) * D)[:, None]
-    # What does not hang on the projection comes before the wait for it.
-    angle_ptr = cos_sin_ptr + position.to(tl.int64) * D + tl.where(dim < HALF, dim, partner)
-    cos = tl.load(angle_ptr, mask=dim < D, other=0.0)[None, :]
-    sin = tl.load(angle_ptr + HALF, mask=dim < D, other=0.0)[None, :]
-    if NORM:
-        x_weight = _weight(q_weight_ptr, k_weight_ptr, dim, dim < D, is_key)
-        y_weight = _weight(q_weight_ptr, k_weight_ptr, partner, dim < D, is_key)
-    wait_for_inputs(PDL)
     x = tl.load(row_ptr + dim[None, :], mask=mask, other=0.0)
     y = tl.load(row_ptr + partner[None, :], mask=mask, other=0.0)
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
     if NORM:
         inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x_weight = _weight(q_weight_ptr, k_weight_ptr, dim, dim < D, is_key)
+        y_weight = _weight(q_weight_ptr, k_weight_ptr, partner, dim < D, is_key)
         x = ((x * inverse_rms).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
         y = ((y * inverse_rms).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
+    angle_ptr = cos_sin_ptr + position.to(tl.int64) * D + tl.where(dim < HALF, dim, partner)
+    cos = tl.load(angle_ptr, mask=dim < D, other=0.0)[None, :]
+    sin = tl.load(angle_ptr + HALF, mask=dim < D, other=0.0)[None, :]
     return (x * cos + tl.where(dim < HALF, -1.0, 1.0)[None, :] * (y * sin)).to(dtype)
 
 
@@ -351,10 +324,12 @@ def _config(row_bytes: int) -> tuple[int, int]:
 def _grid(batch: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int]:
     """(programs, programs of one wave), both per KV head: one for each sequence, and more to cut long ones with.
 
-    Measured on one H200: a second wave pays unless sequences are few, programs without work cost 2 ns each.
+    Measured on one H200: a program without work costs 2 ns, a few pieces in a last wave the time of a whole piece. So
+    the grid is a number of whole waves, and one for a handful of sequences.
     """
     wave = triton.cdiv(2 * num_multiprocessors, num_kv_heads)
-    return max(batch * 3 // 2, wave if batch * 4 <= wave else 2 * wave, batch + 1), wave
+    num_waves = 1 if batch <= 4 else triton.cdiv(batch * 3 // 2, wave) + 1
+    return max(num_waves * wave, batch + 1), wave
 
 
 def plan_decode(context_lens: torch.Tensor, num_kv_heads: int, row_bytes: int, fused: bool) -> torch.Tensor:
