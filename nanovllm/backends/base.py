@@ -74,9 +74,9 @@ class AttentionBackend(ABC):
         """
 
     def plan_decode(
-        self, context_lens: torch.Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """What `fused_decode` wants to know of a step once for all layers, if anything; see `Context.decode_plan`.
+        self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> object:
+        """What decode wants to know of a step once for all layers, if anything; see `Context.decode_plan`.
 
         Called before the model, so that it is complete when the first layer runs.
         """

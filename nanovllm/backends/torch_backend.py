@@ -62,27 +62,36 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         batch, num_heads, head_dim = q.shape
         block_size, num_kv_heads = k_cache.shape[1:3]
-        max_len = min(context.max_context_len, context.block_tables.shape[1] * block_size)
-        lens = context.context_lens[:, None]
-        positions = torch.arange(max_len, device=q.device)
-        is_key = positions < lens  # [B, max_len]
+        cells, bias = context.decode_plan or self.plan_decode(context, block_size, num_kv_heads, head_dim, q.dtype)
+        # Gathered by head, [B, Hkv, max_len, D]: then both products are plain batched ones. The query heads of one KV
+        # head are the rows of the left matrix, so that no key is repeated.
+        keys, values = (
+            cache.view(-1, head_dim).index_select(0, cells).view(batch, num_kv_heads, -1, head_dim)
+            for cache in (k_cache, v_cache)
+        )
+        grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        scores = (grouped @ keys.transpose(2, 3)).float().mul_(scale).add_(bias)
+        out = scores.softmax(dim=-1).to(q.dtype) @ values
+        return torch.where(context.context_lens[:, None, None] > 0, out.view(batch, num_heads, head_dim), 0)
 
-        # Past its length a row reads its own first token again: always valid where a length is not 0, so that nothing
-        # else of the cache is touched and no NaN needs to be masked out of the values.
+    def plan_decode(
+        self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the keys lie, [B * Hkv * max_len] rows of a cache viewed as [-1, D], and 0 or -inf for each of them.
+
+        Past its length a row reads its own first token again: always valid where a length is not 0, so that nothing
+        else of the cache is touched and no NaN needs to be masked out of the values.
+        """
+        max_len = min(context.max_context_len, context.block_tables.shape[1] * block_size)
+        device = context.block_tables.device
+        lens = context.context_lens[:, None]
+        positions = torch.arange(max_len, device=device)
+        is_key = positions < lens  # [B, max_len]
         blocks = context.block_tables.long()[:, positions // block_size]
         slots = blocks * block_size + positions % block_size
-        slots = torch.where(is_key, slots, torch.where(lens > 0, slots[:, :1], 0)).flatten()
-        rows = (-1, num_kv_heads * head_dim)
-        gathered = (batch, max_len, num_kv_heads, head_dim)
-        keys = k_cache.view(rows).index_select(0, slots).view(gathered)
-        values = v_cache.view(rows).index_select(0, slots).view(gathered)
-
-        # The query heads of one KV head stand where SDPA expects the query tokens, so that no key is repeated.
-        grouped = q.unflatten(1, (num_kv_heads, num_heads // num_kv_heads))
-        out = F.scaled_dot_product_attention(
-            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=is_key[:, None, None], scale=scale
-        ).reshape(batch, num_heads, head_dim)
-        return torch.where(lens[:, :, None] > 0, out, 0)
+        slots = torch.where(is_key, slots, torch.where(lens > 0, slots[:, :1], 0))
+        cells = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads, device=device)[:, None]
+        return cells.flatten(), torch.where(is_key, 0.0, float("-inf"))[:, None, None]
 
 
 def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

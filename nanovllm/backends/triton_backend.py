@@ -82,13 +82,13 @@ class TritonBackend(AttentionBackend):
         return decode_attention(q, k_cache, v_cache, context.block_tables, context.context_lens, scale)
 
     def plan_decode(
-        self, context_lens: torch.Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
-        if not context_lens.is_cuda:
+        if not context.context_lens.is_cuda:  # where `fused_decode` is not used
             return None
         from nanovllm.kernels.decode_attention import padded_row_bytes, plan_decode
 
-        return plan_decode(context_lens, num_kv_heads, padded_row_bytes(head_dim, dtype), fused=True)
+        return plan_decode(context.context_lens, num_kv_heads, padded_row_bytes(head_dim, dtype), fused=True)
 
     def fused_decode(
         self,

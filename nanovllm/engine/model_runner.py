@@ -356,9 +356,9 @@ class ModelRunner:
             max_context_len=self.max_model_len
             if self.decode_backend.supports_cuda_graph
             else int(inputs.context_lens.max()),
-            decode_plan=self.decode_backend.plan_decode(
-                inputs.context_lens, layer.num_kv_heads, layer.head_dim, self.dtype
-            ),
+        )
+        context.decode_plan = self.decode_backend.plan_decode(
+            context, self.block_size, layer.num_kv_heads, layer.head_dim, self.dtype
         )
         return self.compute_logits(inputs.input_ids, inputs.positions, context)
 

@@ -7,6 +7,7 @@ Every device tensor in it belongs to the runner and is valid for the one forward
 
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ class Context:
     # Decode. A padding row of a CUDA graph has length 0, slot -1 and must not read the cache.
     context_lens: torch.Tensor | None = None  # [B] int32, the token being computed included
     max_context_len: int = 0  # host bound on context_lens; inside a graph the largest that can ever be replayed
-    decode_plan: torch.Tensor | None = None  # of the decode backend, for all layers
+    decode_plan: Any = None  # what the decode backend has worked out for all layers
 
 
 class _Current(threading.local):
