@@ -79,7 +79,9 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         from nanovllm.kernels.decode_attention import decode_attention
 
-        return decode_attention(q, k_cache, v_cache, context.block_tables, context.context_lens, scale)
+        return decode_attention(
+            q, k_cache, v_cache, context.block_tables, context.context_lens, context.max_context_len, scale
+        )
 
     def plan_decode(
         self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -88,7 +90,8 @@ class TritonBackend(AttentionBackend):
             return None
         from nanovllm.kernels.decode_attention import padded_row_bytes, plan_decode
 
-        return plan_decode(context.context_lens, num_kv_heads, padded_row_bytes(head_dim, dtype), fused=True)
+        row_bytes = padded_row_bytes(head_dim, dtype)
+        return plan_decode(context.context_lens, context.max_context_len, num_kv_heads, row_bytes, fused=True)
 
     def fused_decode(
         self,

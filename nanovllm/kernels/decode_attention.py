@@ -321,24 +321,27 @@ def _config(row_bytes: int) -> tuple[int, int]:
     return (64, 3)
 
 
-def _grid(batch: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int]:
+def _grid(batch: int, num_kv_heads: int, max_context_len: int, num_multiprocessors: int) -> tuple[int, int]:
     """(programs, programs of one wave), both per KV head: one for each sequence, and more to cut long ones with.
 
-    Measured on one H200: a program without work costs 2 ns, a few pieces in a last wave the time of a whole piece. So
-    the grid is a number of whole waves, and one for a handful of sequences.
+    Measured on one H200: a program without work costs 2 ns; few pieces per sequence leave a last wave with little to
+    do, so where sequences may be long there are up to four waves.
     """
     wave = triton.cdiv(2 * num_multiprocessors, num_kv_heads)
-    num_waves = 1 if batch <= 4 else triton.cdiv(batch * 3 // 2, wave) + 1
-    return max(num_waves * wave, batch + 1), wave
+    cuts = min(max(batch * max_context_len // LONG_PIECE, wave), 4 * wave)
+    return batch + max(batch // 2, cuts), wave
 
 
-def plan_decode(context_lens: torch.Tensor, num_kv_heads: int, row_bytes: int, fused: bool) -> torch.Tensor:
+def plan_decode(
+    context_lens: torch.Tensor, max_context_len: int, num_kv_heads: int, row_bytes: int, fused: bool
+) -> torch.Tensor:
     """Which program takes which piece, for every layer of a step: [P, 4] int32, see `_plan_kernel`.
 
-    context_lens [B] int32, as the attention will get them; row_bytes as in `padded_row_bytes`.
+    context_lens [B] int32, as the attention will get them, none above the host's bound max_context_len; row_bytes as
+    in `padded_row_bytes`.
     """
     batch = len(context_lens)
-    num_programs, wave = _grid(batch, num_kv_heads, _num_multiprocessors(context_lens.device))
+    num_programs, wave = _grid(batch, num_kv_heads, max_context_len, _num_multiprocessors(context_lens.device))
     plan = torch.empty((num_programs, 4), dtype=torch.int32, device=context_lens.device)
     launch(
         _plan_kernel,
@@ -369,12 +372,14 @@ def decode_attention(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
+    max_context_len: int,
     scale: float,
 ) -> torch.Tensor:
     """q [B, Hq, D] (a token's heads contiguous), caches [blocks, bs, Hkv, D] contiguous, block_tables [B, W] int32,
-    context_lens [B] int32, all in the cache. Returns [B, Hq, D]; zeros at length 0."""
+    context_lens [B] int32, all in the cache, none above max_context_len. Returns [B, Hq, D]; zeros at length 0."""
     assert q.stride()[1:] == (q.shape[2], 1)
-    plan = plan_decode(context_lens, k_cache.shape[2], padded_row_bytes(q.shape[2], q.dtype), fused=False)
+    row_bytes = padded_row_bytes(q.shape[2], q.dtype)
+    plan = plan_decode(context_lens, max_context_len, k_cache.shape[2], row_bytes, fused=False)
     return _launch(q, q.shape[1], k_cache, v_cache, block_tables, context_lens, plan, scale)
 
 
