@@ -76,7 +76,7 @@ def shared_memory(pid: int | None = None) -> set[str]:
     return {name for name, owner in owners.items() if owner is None or int(owner[1]) == (pid or os.getpid())}
 
 
-def start_script(folder: Path, text: str, *args: str) -> subprocess.Popen:
+def start_script(folder: Path, text: str, *args: str, **environment: str) -> subprocess.Popen:
     """Run `text` as a script of its own, in a process group of its own; output and errors are pipes."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text))
@@ -86,7 +86,7 @@ def start_script(folder: Path, text: str, *args: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
         start_new_session=True,
     )
 
