@@ -49,7 +49,7 @@ def nothing_left():
     yield
     gc.collect()
     assert wait_until(lambda: not workers_of(os.getpid()), 10)
-    assert wait_until(lambda: shared_memory() <= names, 10)
+    assert wait_until(lambda: shared_memory() <= names, 10), shared_memory() - names
     assert torch.get_num_threads() == threads
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-watcher"]
 
