@@ -84,8 +84,9 @@ class Workers:
         self._channel = ChannelWriter(self._context, self.size - 1, self._timeout.total_seconds())
         try:
             torch.set_num_threads(self._threads)
-            self._watcher = threading.Thread(target=self._run, args=(config,), name="nanovllm-watcher", daemon=True)
-            self._watcher.start()
+            watcher = threading.Thread(target=self._run, args=(config,), name="nanovllm-watcher", daemon=True)
+            watcher.start()
+            self._watcher = watcher
             self._have_started.wait()
             if self._start_error is not None:
                 raise self._start_error
@@ -105,10 +106,11 @@ class Workers:
             self._start(config)
         except BaseException as error:
             self._start_error = error
+            self._is_explained.set()
+            return
         finally:
             self._have_started.set()
-        if self._start_error is None:
-            self._watch()
+        self._watch()
 
     def _start(self, config: Config) -> None:
         for rank in range(1, self.size):
@@ -152,7 +154,7 @@ class Workers:
         """Wait for a report, a death or a stall; then end what is left and free rank 0 from whatever it waits in."""
         stall = None
         num_stopped = 0  # looks in a row that found a rank stopped
-        while not wait(self._reports, timeout=LOOK_S) and stall is None and not self._is_ending:
+        while stall is None and not self._is_ending and not wait(self._reports, timeout=LOOK_S):
             rank = self._stopped_rank()
             num_stopped = 0 if rank is None else num_stopped + 1
             if num_stopped * LOOK_S >= STOPPED_S:

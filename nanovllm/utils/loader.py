@@ -75,7 +75,7 @@ def load_dummy(model: nn.Module, seed: int = 0, rank: int = 0) -> None:
     generators: dict[torch.device, torch.Generator] = {}
     for name, param in model.named_parameters():
         if param.device not in generators:
-            generators[param.device] = torch.Generator(param.device).manual_seed(seed + (rank << 40))
+            generators[param.device] = torch.Generator(param.device).manual_seed((seed + rank * 0x9E3779B9) % 2**63)
         generator = generators[param.device]
         parts = name.split(".")
         if parts[-1] == "bias":

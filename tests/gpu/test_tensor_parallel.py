@@ -196,7 +196,13 @@ def main_without_peer_memory(*args: object) -> None:
     faults.real_main(*args)
 
 
-# Memory.
+# Devices and memory.
+
+
+def test_pitfall_46_only_visible_gpus_count(bundled_model: str, tmp_path: Path) -> None:
+    script = "import sys\nfrom nanovllm import LLM\nLLM(sys.argv[1], tensor_parallel_size=2)"
+    code, _, err = finish(start_script(tmp_path, script, bundled_model, CUDA_VISIBLE_DEVICES="1"), timeout=60)
+    assert code == 1 and "tensor_parallel_size=2 is more than the 1 visible GPUs" in err.splitlines()[-1]
 
 
 def assert_blocks(runner: ModelRunner, number: int) -> None:

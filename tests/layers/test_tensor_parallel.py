@@ -19,6 +19,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import loader
 from nanovllm.utils.dist import Group
 
 
@@ -153,11 +154,62 @@ def test_shapes_of_qwen3_4b() -> None:
 
 
 class FakeGroup(Group):
-    """The first of `size` ranks, for looking at shapes."""
+    """One of `size` ranks, the first unless said otherwise, for looking at shapes."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__()
-        self.size = size
+        self.size, self.rank = size, rank
+
+
+class CountingFile:
+    """A safetensors file that counts the elements read from it."""
+
+    def __init__(self, handle: Any, counts: list[int]) -> None:
+        self.handle, self.counts = handle, counts
+
+    def __enter__(self) -> "CountingFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name)
+
+    def get_slice(self, name: str) -> "CountingSlice":
+        return CountingSlice(self.handle.get_slice(name), self.counts)
+
+
+class CountingSlice(CountingFile):
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.handle[index]
+        self.counts.append(part.numel())
+        return part
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_reads_its_own_slices_and_no_more(
+    tiny_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    path = tiny_model(tie_word_embeddings=False)
+    open_file, counts = loader._open, []
+    monkeypatch.setattr(loader, "_open", lambda file: CountingFile(open_file(file), counts))
+    for rank in range(size):
+        model = Qwen3ForCausalLM(ModelConfig.from_pretrained(path), FakeGroup(size, rank))
+        counts.clear()
+        loader.load_model(model, path)
+        assert sum(counts) == sum(param.numel() for param in model.parameters())
+
+
+def test_random_weights_differ_by_rank_and_have_the_scale_of_the_whole(tiny_model: Callable[..., str]) -> None:
+    config = ModelConfig.from_pretrained(tiny_model())
+    models = [Qwen3ForCausalLM(config, FakeGroup(4, rank)) for rank in range(4)]
+    for rank, model in enumerate(models):
+        loader.load_dummy(model, 0, rank)
+    first, second = (model.model.layers[0].mlp.down_proj.weight for model in models[:2])
+    assert not torch.equal(first, second)
+    parts = torch.cat([model.model.layers[0].mlp.down_proj.weight for model in models], dim=1)
+    assert parts.shape == (64, 128) and 0.9 < parts.std() * 128**0.5 < 1.1
 
 
 @pytest.mark.parametrize(

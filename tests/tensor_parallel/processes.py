@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -71,12 +70,19 @@ def cpu_seconds(pid: int) -> float:
 
 
 def shared_memory(pid: int | None = None) -> set[str]:
-    """Names in /dev/shm, without those that other processes' engines have there: tests run side by side."""
-    owners = {name: re.match(r"nanovllm-(\d+)-", name) for name in os.listdir("/dev/shm")}
-    return {name for name, owner in owners.items() if owner is None or int(owner[1]) == (pid or os.getpid())}
+    """Names in /dev/shm, without those in use by processes that are not `pid` (this one) or below: others work too."""
+    names = set(os.listdir("/dev/shm"))
+    if names:
+        pid = pid or os.getpid()
+        own = {str(pid), *map(str, descendants(pid))}
+        for other in (entry for entry in os.listdir("/proc") if entry.isdigit() and entry not in own):
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{other}/maps").read_text()
+                names -= {name for name in names if f"/dev/shm/{name}" in maps}
+    return names
 
 
-def start_script(folder: Path, text: str, *args: str) -> subprocess.Popen:
+def start_script(folder: Path, text: str, *args: str, **environment: str) -> subprocess.Popen:
     """Run `text` as a script of its own, in a process group of its own; output and errors are pipes."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(text))
@@ -86,7 +92,7 @@ def start_script(folder: Path, text: str, *args: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
         start_new_session=True,
     )
 

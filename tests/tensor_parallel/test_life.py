@@ -49,7 +49,7 @@ def nothing_left():
     yield
     gc.collect()
     assert wait_until(lambda: not workers_of(os.getpid()), 10)
-    assert wait_until(lambda: shared_memory() <= names, 10)
+    assert wait_until(lambda: shared_memory() <= names, 10), shared_memory() - names
     assert torch.get_num_threads() == threads
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-watcher"]
 
@@ -94,17 +94,15 @@ QUICK = [("decode", "raise"), ("connect", "kill")]
 def test_a_fault_in_a_worker_reaches_the_caller(path, monkeypatch, when, kind):
     error, seconds = fail(path, monkeypatch, Fault(1, when, kind))
     assert isinstance(error, WorkerError)
-    if kind == "stall":
-        assert "rank 1 has been stopped" in str(error)
-        assert seconds < 20
-        return
     if kind == "raise":
         assert "rank 1 failed:" in str(error) and f"RuntimeError: struck in {when}" in str(error)
         assert "Traceback" in str(error) and "faults.py" in str(error)
-    else:
+    elif kind == "kill":
         assert "rank 1 died without a word, exit code -9" in str(error)
+    else:
+        assert "rank 1 has been stopped" in str(error)
     at_start = when in ("attach", "connect", "weights", "pool")
-    assert seconds < (30 if at_start else 10)  # a start takes its time to get there
+    assert seconds < (40 if at_start else 10)  # a start takes its time to get there, on a busy machine most of all
 
 
 def test_a_rank_that_hangs_makes_the_others_time_out(path, monkeypatch):
