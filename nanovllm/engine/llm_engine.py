@@ -133,7 +133,7 @@ class LLMEngine:
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
             with deferred_interrupt():
-                outputs = self.scheduler.postprocess(batch, token_ids)
+                outputs = self.scheduler.postprocess(batch, token_ids, handle.logprobs)
                 self._in_flight.popleft()
         except BaseException as error:
             self._roll_back()

@@ -8,7 +8,7 @@ A beginning of the order is fixed by three numbers: the least logit kept at all 
 
 1. One pass takes the largest logit, and BLOCK maxima over every BLOCK-th logit. The k-th largest of these maxima is a
    lower bound of the k-th largest logit, and a close one.
-2. Without top_k, a logit so small that the whole vocabulary of it has less than the mass top_p leaves out is none either.
+2. Without top_k: a logit is out if the whole vocabulary, were it as small, had less mass than top_p leaves out.
 3. Logits that reach the bound are copied to a scratch row, in order. It mostly holds some dozens. Where they are too
    many (flat logits, and top_p alone) the search goes over the whole row instead, which is slower and just as exact.
 4. `cut` is found by search, for top_k on counts and then for top_p on masses: a pass compares with three values that
@@ -87,10 +87,8 @@ def _search(
         sum3 = tl.zeros([BLOCK], tl.float32)
         for start in tl.range(0, n, BLOCK, num_stages=STAGES):
             x = _load(ptr, start, n, BLOCK)
-            if BY_MASS:
-                weight = _mass(x, top, scale)
-            else:
-                weight = tl.full([BLOCK], 1.0, tl.float32)  # counts are exact in float32 up to 2 ** 24
+            # Counts are exact in float32 up to 2 ** 24.
+            weight = _mass(x, top, scale) if BY_MASS else tl.full([BLOCK], 1.0, tl.float32)
             sum1 += tl.where(x >= value1, weight, 0.0)
             sum2 += tl.where(x >= value2, weight, 0.0)
             sum3 += tl.where(x >= value3, weight, 0.0)
