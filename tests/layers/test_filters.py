@@ -9,22 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.layers.filters import FilteredRows, filtered_sample, log_min_p, survivors
+from nanovllm.layers.filters import FilterTables, filtered_sample, log_min_p, survivors
 from nanovllm.layers.sampler import Sampler
 from tests.filter_reference import reference_survivors
 
 Filter = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
-def rows_of(n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> FilteredRows:
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, FilterTables]  # lines, rows, positions, tables
+
+
+def rows_of(n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Rows:
     """`n` rows with one filter and seeds of their own, all of line 0."""
-    lines, top_ks = torch.zeros(n, dtype=torch.int64), torch.full((n,), top_k)
-    floats = (torch.full((n,), x, dtype=torch.float32) for x in (temperature, top_p, log_min_p(min_p)))
-    return FilteredRows(lines, torch.arange(n) * 2**34 + 9, torch.full((n,), 77), top_ks, *floats)
+    floats = [torch.full((n,), x, dtype=torch.float32) for x in (temperature, top_p, log_min_p(min_p))]
+    seeds, top_ks = torch.arange(n) * 2**34 + 9, torch.full((n,), top_k, dtype=torch.int32)
+    tables = FilterTables(seeds, floats[0], top_ks, *floats[1:])
+    return torch.zeros(n, dtype=torch.int64), torch.arange(n), torch.full((n,), 77), tables
 
 
 def surviving(logits: list[float] | np.ndarray, *one: float) -> set[int]:
-    kept = survivors(torch.tensor(np.array([logits], dtype=np.float32)), rows_of(1, *one))
+    _, rows, _, tables = rows_of(1, *one)
+    kept = survivors(torch.tensor(np.array([logits], dtype=np.float32)), rows, tables)
     return set(kept[0].nonzero().flatten().tolist())
 
 
@@ -61,7 +66,7 @@ def test_pitfall_10_the_token_that_crosses_top_p_is_kept():
 def test_pitfall_9_top_k_of_1_is_greedy_at_any_temperature_and_on_ties():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])
     for temperature in (0.0, 0.5, 1.0, 100.0):
-        assert set(filtered_sample(logits, rows_of(50, temperature, top_k=1)).tolist()) == {1}
+        assert set(filtered_sample(logits, *rows_of(50, temperature, top_k=1)).tolist()) == {1}
 
 
 def test_exactly_k_survive_on_flat_logits_of_a_large_vocabulary():
@@ -77,10 +82,11 @@ def test_a_filter_changes_no_noise():
     """The draw among the survivors is the best of the unfiltered scores."""
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     plain = rows_of(200)
-    unfiltered = filtered_sample(logits, plain)
-    assert unfiltered.tolist() == Sampler.sample(logits.expand(200, -1), *(plain[4], plain[1], plain[2])).tolist()
-    kept = survivors(logits, rows_of(1, top_k=10))[0]
-    filtered = filtered_sample(logits, rows_of(200, top_k=10))
+    unfiltered = filtered_sample(logits, *plain)
+    expected = Sampler.sample(logits.expand(200, -1), plain[3].temperatures, plain[3].seeds, plain[2])
+    assert torch.equal(unfiltered, expected)
+    kept = survivors(logits, *rows_of(1, top_k=10)[1::2])[0]
+    filtered = filtered_sample(logits, *rows_of(200, top_k=10))
     agree = kept[unfiltered]
     assert 50 < agree.sum() < 200
     assert torch.equal(filtered[agree], unfiltered[agree]) and kept[filtered].all()
@@ -95,7 +101,7 @@ def test_frequencies_are_the_softmax_over_the_survivors(one: Filter):
     """Pearson's chi-square test at the 0.1 % level."""
     logits = 1.2 * torch.randn(1, 24, generator=torch.Generator().manual_seed(0))
     n = 20_000
-    counts = Counter(filtered_sample(logits, rows_of(n, *one)).tolist())
+    counts = Counter(filtered_sample(logits, *rows_of(n, *one)).tolist())
     kept, _ = reference_survivors(logits[0].numpy(), *one)
     assert set(counts) <= kept and 4 <= len(kept) < 24
     weights = {i: math.exp(logits[0, i].item() / one[0]) for i in kept}
