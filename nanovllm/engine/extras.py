@@ -90,8 +90,8 @@ class Extras:
         self.device = tables.device
         self.vocab_size = vocab_size
         self.rows_per_chunk = max(CHUNK_ELEMENTS // vocab_size, 1)
-        # Entries stay until their rows go to somebody else. Rows of `edited` have penalties or biases; rows of `filtered`
-        # have filters and nothing else, so that a step need not look at their entries.
+        # Entries stay until their rows go to somebody else. Rows of `edited` have penalties or biases; rows of
+        # `filtered` have filters and nothing else, so that a step need not look at their entries.
         self.rows: dict[int, RowExtras] = {}
         self.edited: set[int] = set()
         self.filtered: set[int] = set()
@@ -224,7 +224,7 @@ class Extras:
 
     def _columns(self, rows: list[tuple[float, ...]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Rows of numbers as columns on the device, in one copy: [len(rows[0]), len(rows)]."""
-        return upload(np.array(rows).T, dtype, self.device)
+        return upload(np.ascontiguousarray(np.array(rows).T), dtype, self.device)
 
     # ------------------------------------------------------------------ log probabilities
 

@@ -258,6 +258,7 @@ def filtered_sample(
     """
     num_lines, vocab_size = len(lines), logits.shape[1]
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
+    assert lines.is_contiguous() and rows.is_contiguous() and positions.is_contiguous()
     scratch = torch.empty((num_lines, CAPACITY), dtype=logits.dtype, device=logits.device)
     out = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     _filtered_sample_kernel[(num_lines,)](
