@@ -4,10 +4,11 @@
     python bench.py --model PATH         a real checkpoint
     python bench.py --model-shape 8b --num-seqs 1 --input-len 128 --output-len 512 --temperature 0
     python bench.py --temperature 0.6 --top-k 20 --top-p 0.95     what Qwen3 recommends
+    python bench.py --model-shape 32b --tensor-parallel-size 2
 
 The default workload: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, all queued at once. After
 the timed run a few of its sequences are fed through the torch backend; a run whose logits differ does not count.
-The share of the roofline says how near the run came to what the device's memory and matrix units allow.
+The share of the roofline says how near the run came to what the devices' memory and matrix units allow.
 """
 
 import argparse
@@ -43,6 +44,10 @@ SHAPES = {
     ),
     "8b": dict(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+    ),
+    "32b": dict(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
         head_dim=128, vocab_size=151936, tie_word_embeddings=False,
     ),
 }  # fmt: skip
@@ -238,6 +243,7 @@ def environment(llm: LLM) -> dict[str, object]:
         "backends": [llm.model_runner.prefill_backend.name, llm.model_runner.decode_backend.name],
         "overlap": llm.config.overlap,
         "cuda_graphs": llm.model_runner.graphs is not None,
+        "tensor_parallel_size": llm.config.tensor_parallel_size,
     }
 
 
@@ -253,13 +259,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, help="1: off, the default; Qwen3's own setting is 0.95")
     parser.add_argument("--min-p", type=float, default=0.0, help="0: off, the default")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="settle a step before the next is launched")
     parser.add_argument("--repeats", type=int, default=1, help="timed runs; the median counts")
     parser.add_argument("--num-checked", type=int, default=8, help="sequences to check afterwards; 0: none")
-    parser.add_argument("--bandwidth", type=float, help="read bandwidth in bytes a second; default: measured, GPU only")
-    parser.add_argument("--flops", type=float, help="bfloat16 matmul FLOPs a second; default: measured, GPU only")
+    parser.add_argument("--bandwidth", type=float, help="bytes a second that a GPU reads; default: measured, GPU only")
+    parser.add_argument("--flops", type=float, help="a GPU's bfloat16 matmul FLOPs a second; default: measured")
     parser.add_argument("--plot", metavar="PNG", help="draw the last run (needs matplotlib: pip install -e '.[plot]')")
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     args = parser.parse_args()
@@ -292,6 +299,7 @@ def main() -> None:
         llm = RecordingLLM(
             args.model or write_shape(shape, directory),
             max_model_len=args.max_model_len,
+            tensor_parallel_size=args.tensor_parallel_size,
             attention_backend=args.attention_backend,
             enforce_eager=args.enforce_eager,
             overlap=not args.no_overlap,
@@ -315,10 +323,11 @@ def main() -> None:
     share = None
     if bandwidth and flops:
         num_decode_steps = sum(step.decode_tokens > 0 for step in llm.steps)
-        least = roofline_seconds(llm.config.model_config, workload, num_decode_steps, bandwidth, flops)
+        ranks = args.tensor_parallel_size
+        least = roofline_seconds(llm.config.model_config, workload, num_decode_steps, ranks * bandwidth, ranks * flops)
         share = least / median
         print(
-            f"Roofline: {least:.2f}s at {bandwidth / 1e12:.2f} TB/s of reads and {flops / 1e12:.0f} TFLOP/s, "
+            f"Roofline: {least:.2f}s at {ranks} x {bandwidth / 1e12:.2f} TB/s of reads and {flops / 1e12:.0f} TFLOP/s, "
             f"{100 * share:.1f}% of it reached"
         )
     if args.plot:

@@ -136,16 +136,12 @@ class Config:
                 f"device={self.device!r} names one GPU and tensor_parallel_size={self.tensor_parallel_size} needs as "
                 "many; use device='cuda' and choose the GPUs with CUDA_VISIBLE_DEVICES"
             )
-        num_gpus = torch.cuda.device_count() if self.device != "cpu" and torch.cuda.is_available() else None
-        if num_gpus is not None and self.tensor_parallel_size > num_gpus:
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        on_gpus = self.device == "cuda" or (self.device == "auto" and num_gpus > 0)
+        if on_gpus and self.tensor_parallel_size > num_gpus:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size} is more than the {num_gpus} visible GPUs; lower it, "
-                "or use device='cpu'"
-            )
-        if num_gpus is not None or self.device == "cuda":
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} on GPUs: written, but never run there yet, so it is "
-                "refused; use 1, or device='cpu'"
+                "let CUDA_VISIBLE_DEVICES name more, or use device='cpu'"
             )
 
     def _check_split(self) -> None:

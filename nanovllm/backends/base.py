@@ -1,7 +1,7 @@
 """The interface between the attention layers and whatever computes attention over the paged KV cache.
 
 `ModelRunner` picks one backend for prefill and one for decode at start (`select_backends`); every `Attention` layer
-then calls them with the metadata of the step. Keys and values are in the cache before either method is called.
+then calls them with the metadata of the step. Keys and values are in the cache before `prefill` or `decode` is called.
 
 Shapes. T: tokens computed in the step; B: sequences; W: block-table width; Hq, Hkv: query and KV heads of this rank
 (Hq a multiple of Hkv); D: head_dim; bs: block size. Token j of a sequence lives in the cache at block
@@ -13,6 +13,8 @@ from typing import ClassVar
 
 import torch
 
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 
@@ -22,6 +24,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     # Whether decode never waits for the device and takes its launch shape from `context.max_context_len` alone.
     supports_cuda_graph: ClassVar[bool] = True
+    # Whether it has `fused_decode`, which a GPU then uses in place of norm, RoPE, cache store and `decode`.
+    fuses_decode: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -68,3 +72,30 @@ class AttentionBackend(ABC):
         q [B, Hq, D]; caches [blocks, bs, Hkv, D]. Returns [B, Hq, D], contiguous; a row of length 0 (padding of a CUDA
         graph) comes back as zeros. What the cache holds past a length never reaches the result, not even as a NaN.
         """
+
+    def plan_decode(
+        self, context_lens: torch.Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """What `fused_decode` wants to know of a step once for all layers, if anything; see `Context.decode_plan`.
+
+        Called before the model, so that it is complete when the first layer runs.
+        """
+        return None
+
+    def fused_decode(
+        self,
+        qkv: torch.Tensor,
+        rotary_emb: RotaryEmbedding,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        num_heads: int,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        """`decode`, and all that precedes it, from the packed projection qkv [B, (Hq + 2 * Hkv) * D].
+
+        A sequence's new token is the last of its `context.context_lens`; its K and V are stored on the way.
+        """
+        raise NotImplementedError

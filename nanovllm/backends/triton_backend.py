@@ -10,6 +10,8 @@ import os
 import torch
 
 from nanovllm.backends.base import AttentionBackend
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context
 
 
@@ -17,6 +19,7 @@ class TritonBackend(AttentionBackend):
     """Flash attention for prefill, split-KV paged attention for decode."""
 
     name = "triton"
+    fuses_decode = True
 
     @classmethod
     def unavailable_reason(
@@ -76,6 +79,42 @@ class TritonBackend(AttentionBackend):
     ) -> torch.Tensor:
         from nanovllm.kernels.decode_attention import decode_attention
 
-        return decode_attention(
-            q, k_cache, v_cache, context.block_tables, context.context_lens, context.max_context_len, scale
+        return decode_attention(q, k_cache, v_cache, context.block_tables, context.context_lens, scale)
+
+    def plan_decode(
+        self, context_lens: torch.Tensor, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        if not context_lens.is_cuda:
+            return None
+        from nanovllm.kernels.decode_attention import padded_row_bytes, plan_decode
+
+        return plan_decode(context_lens, num_kv_heads, padded_row_bytes(head_dim, dtype), fused=True)
+
+    def fused_decode(
+        self,
+        qkv: torch.Tensor,
+        rotary_emb: RotaryEmbedding,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+        num_heads: int,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        context: Context,
+        scale: float,
+    ) -> torch.Tensor:
+        from nanovllm.kernels.decode_attention import fused_decode_attention
+
+        return fused_decode_attention(
+            qkv,
+            rotary_emb.cos_sin,
+            q_norm.weight if q_norm else None,
+            k_norm.weight if k_norm else None,
+            q_norm.eps if q_norm else 0.0,
+            num_heads,
+            k_cache,
+            v_cache,
+            context.block_tables,
+            context.context_lens,
+            context.decode_plan,
+            scale,
         )

@@ -12,6 +12,7 @@ The segment has a random name, and none at all once every reader is attached, so
 import contextlib
 import os
 import pickle
+import secrets
 import select
 import struct
 from multiprocessing.connection import Connection
@@ -42,7 +43,9 @@ class ChannelWriter:
         self.reader_ends: list[Connection] = [theirs for _, theirs in pipes]
         self._is_read = True  # the segment, by everybody
         self._is_open = True
-        self._memory = SharedMemory(create=True, size=buffer_size)
+        # Random, and whose it is, for those who look into /dev/shm.
+        name = f"nanovllm-{os.getpid()}-{secrets.token_hex(4)}"
+        self._memory = SharedMemory(name, create=True, size=buffer_size)
         self._is_named = True
 
     @property
@@ -106,19 +109,32 @@ class ChannelReader:
 
     def recv(self) -> Any:
         """The next command. Raises EOFError when the writer is gone, after the last command that it has sent."""
-        data = bytearray()
-        is_last = False
+        length, is_last = self._next_piece()
+        if is_last:  # as nearly every command is: unpickled where it stands, so that nothing is between it and its use
+            command = pickle.loads(self._memory.buf[:length])
+            self._answer()
+            return command
+        data = bytearray(self._memory.buf[:length])
         while not is_last:
-            message = b""
-            with contextlib.suppress(ConnectionResetError):  # it left with an answer of ours unread
-                message = os.read(self._pipe.fileno(), _PIECE.size)
-            if not message:
-                raise EOFError("rank 0 has left")
-            length, is_last = _PIECE.unpack(message)
+            self._answer()
+            length, is_last = self._next_piece()
             data += self._memory.buf[:length]
-            with contextlib.suppress(OSError):  # it sent this and left, which the next message will tell
-                os.write(self._pipe.fileno(), _ACK)
+        self._answer()
         return pickle.loads(data)
+
+    def _next_piece(self) -> tuple[int, bool]:
+        """Its length, and whether it is the last, once it is there."""
+        message = b""
+        with contextlib.suppress(ConnectionResetError):  # the writer left with an answer of ours unread
+            message = os.read(self._pipe.fileno(), _PIECE.size)
+        if not message:
+            raise EOFError("rank 0 has left")
+        return _PIECE.unpack(message)
+
+    def _answer(self) -> None:
+        """That the piece may be overwritten."""
+        with contextlib.suppress(OSError):  # the writer sent this and left, which the next message will tell
+            os.write(self._pipe.fileno(), _ACK)
 
     def close(self) -> None:
         self._pipe.close()

@@ -51,7 +51,8 @@ class DecodeGraphs:
             self.step(rows, positions)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream):
+            # What other threads do meanwhile, NCCL's for one, is none of this capture's business.
+            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 ids, logits = self.step(rows, positions)
             self.pool = self.pool or graph.pool()
             self.graphs[size] = (graph, ids, None if logits is None else unowned(logits))

@@ -187,6 +187,12 @@ class Extras:
         wanted = [line for line in lines if line.extras.num_logprobs is not None]
         return self._logprobs(wanted, ids, logits) if logits is not None else []
 
+    def compile(self, logits: torch.Tensor) -> None:
+        """Launch each kernel variant once, for logits of a decode step as they are and for edited ones."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for some in (logits, logits[rows].float()):
+            filtered_sample(some, rows, rows, rows, self.filters)
+
     def warm_up(self, logits: torch.Tensor | None) -> None:
         """Do once the most that a step can ask for with so many rows of logits, in the padding row."""
         row = self.tables.pad_row

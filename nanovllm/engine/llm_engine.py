@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import threading
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -126,12 +127,14 @@ class LLMEngine:
                         break
                     self._in_flight.append((batch, None))
                 if self._workers is not None:
-                    self._workers.call("launch", batch)
+                    self._workers.launch(batch)
                 self._in_flight[-1] = (batch, self.model_runner.launch(batch))
             if not self._in_flight:
                 return [], 0
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
+            if self._workers is not None:
+                self._workers.settled()
             with deferred_interrupt():
                 outputs = self.scheduler.postprocess(batch, token_ids, handle.logprobs)
                 self._in_flight.popleft()
@@ -179,6 +182,8 @@ class LLMEngine:
         if self._workers is not None:
             explained = self._workers.explain(error)
             self._workers.shut_down(grace_s=0)
+            traceback.clear_frames(error.__traceback__)  # which may hold a CUDA graph, and that the group
+        release(self._workers, self.model_runner)
         self.exit()
         if explained is error:
             raise error
@@ -198,11 +203,17 @@ class LLMEngine:
 
 
 def release(workers: Workers | None, runner: ModelRunner | None) -> None:
-    """End the other ranks, then give back this one's memory; needs no engine, so that it can outlive one."""
+    """End the other ranks, then give back this one's memory; may be called twice.
+
+    Needs no engine, so that it can outlive one. The group goes last: NCCL does not let go of a communicator while a
+    CUDA graph uses it.
+    """
     if workers is not None:
         workers.shut_down()
     if runner is not None:
         runner.exit()
+    if workers is not None:
+        workers.close()
 
 
 def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":

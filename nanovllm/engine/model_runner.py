@@ -9,7 +9,10 @@ import logging
 import math
 import os
 import threading
+import traceback
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +34,7 @@ from nanovllm.utils.loader import checkpoint_dtype, load_dummy, load_model
 logger = logging.getLogger("nanovllm")
 
 GIB = 1 << 30
-LONG_CHUNK = 300  # long enough for the kernels' configurations for long chunks
+LONG_CHUNKS = (300, 8192)  # chunks of each length for which a kernel has a configuration
 
 # The default dtype belongs to the process: engines that are built in several threads take turns.
 _default_dtype_lock = threading.Lock()
@@ -94,9 +97,24 @@ class ModelRunner:
         self.dtype = resolve_dtype(config, self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        try:
+            self._start(config)
+        except BaseException as error:
+            # Now: the error's traceback keeps this object and its graphs, and they keep the memory and the group.
+            traceback.clear_frames(error.__traceback__)
+            self.exit()
+            raise
+
+    # ------------------------------------------------------------------ start
+
+    def _start(self, config: Config) -> None:
+        """Load the weights, find out how many blocks there is memory for, compile and capture; all ranks in step."""
+        group = self.group
         clock = StartClock()
         self.model = self._load_model()
         clock.lap("weights")
+        hidden_size = config.model_config.hidden_size
+        group.use_peer_memory(hidden_size, config.max_num_seqs, self.dtype, self.device)
         self.sampler = Sampler()
         self.attention_layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self._bind_backends()
@@ -107,22 +125,22 @@ class ModelRunner:
         self.kv_cache: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
         use_graphs = self.device.type == "cuda" and not config.enforce_eager and self.decode_backend.supports_cuda_graph
-        peak = self._warm_up() if self.device.type == "cuda" else 0
-        clock.lap("warm-up")
+        peak = 0
+        if self.device.type == "cuda":
+            self._bind_cache(1)  # to start with
+            self._compile()
+            clock.lap("kernels")
+            peak = self._warm_up()
+            clock.lap("warm-up")
         self.num_kvcache_blocks = self._num_kvcache_blocks(peak, use_graphs)
         # Block ids mean the same on every rank, so all have as many as the poorest.
         self.num_kvcache_blocks = group.min(self.num_kvcache_blocks, self.device)
         self._bind_cache(self.num_kvcache_blocks)
-        if self.device.type == "cuda":
-            self._compile()
-        clock.lap("kernels")
         if use_graphs:
             self.graphs = DecodeGraphs(self._decode, self.max_num_rows, self.tables.pad_row, self.device)
             self.graphs.capture(graph_sizes(self.max_num_rows))
         clock.lap("graphs")
         logger.info("%s, %d blocks of %d tokens; %s", self.device, self.num_kvcache_blocks, self.block_size, clock)
-
-    # ------------------------------------------------------------------ start
 
     def _load_model(self) -> torch.nn.Module:
         model_config = self.config.model_config
@@ -136,7 +154,7 @@ class ModelRunner:
             finally:
                 torch.set_default_dtype(default_dtype)
         if self.config.load_format == "dummy":
-            load_dummy(model, seed=self.config.seed or 0)
+            load_dummy(model, self.config.seed or 0, self.group.rank)
         else:
             load_model(model, self.config.model)
         return model.eval()
@@ -183,18 +201,28 @@ class ModelRunner:
         return batch
 
     def _compile(self) -> None:
-        """Run every kernel variant that a later step may need once, so that nothing is compiled in the middle of work.
+        """Compile every kernel variant that a later step may need, so that nothing is compiled in the middle of work.
 
-        The samplers' have run in the warm-up. Variants: short and long chunks, keys in the step or in the cache, and
-        each number of rows that has kernels of its own. Block 0 is written, and holds nothing yet.
+        Variants: short and long chunks, keys in the step or in the cache, and each number of rows that has kernels of
+        its own. No kernel runs here: metadata that a kernel would have written comes from its plain twin.
         """
+        from nanovllm.kernels.launch import compile_only
         from nanovllm.kernels.small_linear import MAX_ROWS
 
-        long = min(LONG_CHUNK, self.max_model_len - 1, self.config.max_num_batched_tokens)
-        for length in (*range(1, MAX_ROWS + 1), long):
-            self._launch_prefill(self._dummy_prefill([length]))
-            self._launch_prefill(self._dummy_prefill([length], start=1))
-            self._decode(*upload([[self.tables.pad_row] * length, [0] * length], torch.int64, self.device))
+        tables, pad_row = self.tables, self.tables.pad_row
+        longest = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
+        with compile_only():
+            for length in {*range(1, MAX_ROWS + 1), *(min(n, longest) for n in LONG_CHUNKS)}:
+                for start in (0, 1):
+                    self.compute_logits(*self.prepare_prefill(self._dummy_prefill([length], start)))
+            for num_rows in range(1, MAX_ROWS + 2):
+                rows, positions = upload([[pad_row] * num_rows, [0] * num_rows], torch.int64, self.device)
+                tables.decode_inputs(rows, positions, self.block_size)
+                inputs = tables.decode_inputs_plain(rows, positions, self.block_size)
+                logits = self._decode_logits(inputs)
+                if logits is not None:
+                    self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.context_lens)
+                    self.extras.compile(logits)
 
     def _num_kvcache_blocks(self, peak: int, use_graphs: bool) -> int:
         if self.config.num_kvcache_blocks > 0:
@@ -226,7 +254,6 @@ class ModelRunner:
 
         The first sets up the shared pool, each further one adds about as much as the second.
         """
-        self._bind_cache(1)
         sizes = graph_sizes(self.max_num_rows)
         graphs = DecodeGraphs(self._decode, self.max_num_rows, self.tables.pad_row, self.device)
         free = [torch.cuda.mem_get_info()[0]]
@@ -234,9 +261,7 @@ class ModelRunner:
             graphs.capture([size])
             torch.cuda.empty_cache()
             free.append(torch.cuda.mem_get_info()[0])
-        graphs = self.kv_cache = None
-        for layer in self.attention_layers:
-            layer.bind_cache(None, None)
+        graphs = None
         gc.collect()
         torch.cuda.empty_cache()
         first = max(free[0] - free[1], 0)
@@ -244,6 +269,10 @@ class ModelRunner:
         return first + further * (len(sizes) - 1)
 
     def _bind_cache(self, num_blocks: int) -> None:
+        """Allocate the cache, in place of an earlier one, and give every attention layer its slice."""
+        self.kv_cache = None
+        for layer in self.attention_layers:
+            layer.bind_cache(None, None)
         layer = self.attention_layers[0]
         shape = (2, len(self.attention_layers), num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)
         try:
@@ -354,11 +383,12 @@ class ModelRunner:
         return ids, logits
 
     @torch.inference_mode()
-    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """Logits [B, vocab] behind each row's last token, whose K/V is written at its position; position -1 pads."""
         return self._decode_logits(self.tables.decode_inputs(rows, positions, self.block_size))
 
-    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor:
+    def _decode_logits(self, inputs: DecodeInputs) -> torch.Tensor | None:
+        layer = self.attention_layers[0]
         context = Context(
             slot_mapping=inputs.slot_mapping,
             block_tables=inputs.block_tables,
@@ -368,6 +398,9 @@ class ModelRunner:
             max_context_len=self.max_model_len
             if self.decode_backend.supports_cuda_graph
             else int(inputs.context_lens.max()),
+            decode_plan=self.decode_backend.plan_decode(
+                inputs.context_lens, layer.num_kv_heads, layer.head_dim, self.dtype
+            ),
         )
         return self.compute_logits(inputs.input_ids, inputs.positions, context)
 
@@ -410,6 +443,10 @@ class ModelRunner:
             return self.model.compute_logits(hidden_states)
         finally:
             reset_context()
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(self, *args)`: what rank 0 has all ranks call that is no method of this class."""
+        return function(self, *args)
 
     def exit(self) -> None:
         """Give back the device memory. May be called twice, and on a half-built runner."""

@@ -9,6 +9,7 @@ never on tokens it has not seen.
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Logprobs, RowExtras, Sequence, SequenceStatus
@@ -47,15 +48,15 @@ class Batch:
         self.samples.append(samples)
 
     def __getstate__(self) -> tuple[object, ...]:
-        return (self.is_prefill, self.rows, self.starts, self.counts, self.samples, self.token_ids) + (
-            self.new_rows,
-            self.new_blocks,
-            self.new_extras,
-            self.prompt_targets,
-        )
+        """For the other ranks, every step: what a decode step does not say by itself, and nothing of the host's own."""
+        state = (self.is_prefill, self.rows, self.starts, self.new_rows, self.new_blocks, self.new_extras)
+        return (*state, self.counts, self.samples, self.token_ids, self.prompt_targets) if self.is_prefill else state
 
-    def __setstate__(self, state: tuple[object, ...]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        is_prefill, rows, starts, new_rows, new_blocks, new_extras, *rest = state
+        counts, samples, token_ids, targets = rest or ([1] * len(rows), [True] * len(rows), [], [])
+        new = new_rows, new_blocks, new_extras
+        self.__init__(is_prefill, rows, starts, counts, samples, token_ids, *new, targets)  # type: ignore[misc]
 
 
 @dataclass(slots=True)

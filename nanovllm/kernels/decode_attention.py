@@ -2,57 +2,106 @@
 
 Reading the cache is nearly all of the work, so everything here serves its bandwidth:
 - A program reads one KV head for all query heads that share it, so that no key is read twice.
-- A sequence is cut into splits of a fixed number of tokens, one program each. Few sequences get small splits, to fill
-  the GPU; many get large ones, so that most have a single split, whose program writes the result itself. Of several
-  splits, the program that finishes last puts their results together: no second kernel.
+- A sequence is cut into pieces, one program each. How long a piece may be follows from the lengths: so long that one
+  wave of programs takes all, or, of that much work that they would be longer than 1,024 tokens, as short as the grid
+  allows. The host fixes only the grid, which a CUDA graph replays; a tiny kernel draws up the plan on the device once a
+  step, for all layers.
+- The program of a whole sequence writes the result itself. Of several pieces, the program that finishes last puts their
+  results together: no second kernel.
 - The KV head is the fastest grid axis: in the cache the heads of a token are neighbours, and are read together.
 
-The grid depends only on the host's bound on the lengths, so a CUDA graph can replay it with any lengths up to there: a
-program past the end of its sequence leaves at once, and a sequence with more tokens than splits * split size gets
-larger splits. Shapes as in `nanovllm.backends.base`; G: query heads per KV head; S: splits.
+FUSED, the kernel also does what precedes attention in a decode step (as `qk_norm_rope.py` does it for prefill): it
+normalises and rotates the query and the new key, and stores the new key and value. Nobody reads those two from the
+cache in the same launch: the program with the last piece of a sequence takes them from its registers.
+
+Shapes as in `nanovllm.backends.base`; G: query heads per KV head; P: programs per KV head. A tile is TILE tokens of one
+sequence, counted over the tokens that are in the cache; every sequence has at least one.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.paging import load_blocks, token_slots
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 
-# Tokens per split by batch * KV heads (first row that is large enough). Measured on an H200.
-SPLIT_TOKENS = ((32, 64), (256, 128), (1024, 256), (1536, 512))
-MAX_SPLIT_TOKENS = 1024
-MAX_SPLITS = 128  # bounds the work of the program that combines them
-MAX_PROGRAMS = 1 << 15  # bounds the programs that only find out that they are not needed, and the partial results
-
+LONG_PIECE = 1024  # tokens
+LENGTHS_AT_ONCE = 512  # sequences that the plan looks at in one go
 COMBINE_ELEMENTS = 4096  # partial results that the combining program takes at a time
 NUM_COUNTERS = 1 << 16
 
 
 @triton.jit
-def _split_size(context_len, split_tokens, num_splits):
-    """Tokens per split of this sequence: split_tokens, or the multiple of it that makes num_splits enough."""
-    return split_tokens * tl.maximum(1, tl.cdiv(tl.cdiv(context_len, split_tokens), num_splits))
+def _num_tiles(context_len, TILE: tl.constexpr, FUSED: tl.constexpr):
+    """Tiles of a sequence. FUSED, its last token is not in the cache yet."""
+    cached = context_len - 1 if FUSED else context_len
+    return tl.maximum(tl.cdiv(cached, TILE), 1)
 
 
-@triton.jit(do_not_specialize=["block_table_stride", "split_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs", "wave"])
+def _plan_kernel(
+    plan_ptr,  # [P, 4] int32: sequence (-1: no piece), index of the piece in it, its number of pieces, tiles per piece
+    context_lens_ptr,  # [B]
+    num_seqs,
+    num_programs,
+    wave,  # programs that run at a time
+    TILE: tl.constexpr,
+    FUSED: tl.constexpr,
+    LONG: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    total = 0
+    for first in range(0, num_seqs, LENGTHS):
+        seq = first + tl.arange(0, LENGTHS)
+        tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
+        total += tl.sum(tl.where(seq < num_seqs, tiles, 0), axis=0)
+    # A sequence has at most one piece that is shorter: num_seqs + total // size pieces are enough for all.
+    size = tl.maximum(tl.cdiv(total, num_programs - num_seqs), tl.minimum(tl.cdiv(total, wave), LONG // TILE))
+    planned = 0
+    for first in range(0, num_seqs, LENGTHS):
+        seq = first + tl.arange(0, LENGTHS)
+        tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
+        pieces = tl.where(seq < num_seqs, tl.cdiv(tiles, size), 0)
+        entry_ptr = plan_ptr + (planned + tl.cumsum(pieces, axis=0) - pieces) * 4
+        for index in range(0, tl.max(pieces, axis=0)):
+            mask = index < pieces
+            tl.store(entry_ptr + index * 4, seq, mask=mask)
+            tl.store(entry_ptr + index * 4 + 1, index, mask=mask)
+            tl.store(entry_ptr + index * 4 + 2, pieces, mask=mask)
+            tl.store(entry_ptr + index * 4 + 3, size, mask=mask)
+        planned += tl.sum(pieces, axis=0)
+    for first in range(planned, num_programs, LENGTHS):
+        program = first + tl.arange(0, LENGTHS)
+        tl.store(plan_ptr + program * 4, -1, mask=program < num_programs)
+
+
+@triton.jit(do_not_specialize=["block_table_stride"])
 def _decode_kernel(
     out_ptr,  # [B, Hq, D]
-    partial_out_ptr,  # [B, Hq, S, D] float32, normalised within the split
-    partial_lse_ptr,  # [B, Hq, S] float32, log2 of the split's sum of exponentials
+    partial_out_ptr,  # [Hkv, P, G, D] float32, normalised within the piece
+    partial_lse_ptr,  # [Hkv, P, G] float32, log2 of the piece's sum of exponentials
     arrivals_ptr,  # [B, Hkv] int32, 0 before and after
-    q_ptr,  # [B, Hq, D]
+    plan_ptr,  # [P, 4] int32, see _plan_kernel
+    q_ptr,  # [B, Hq, D]; FUSED: [B, (Hq + 2 * Hkv) * D], q, k, v as projected
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
     block_tables_ptr,  # [B, W]
     context_lens_ptr,  # [B]
+    cos_sin_ptr,  # [max_pos, D] float32, D / 2 cosines and D / 2 sines; None unless FUSED
+    q_weight_ptr,  # [D], None without NORM
+    k_weight_ptr,  # [D], None without NORM
     scale_log2,  # scale * log2(e): exponentials are powers of two here
+    eps,
     q_stride,
     block_table_stride,
-    split_tokens,  # a multiple of TILE
-    num_splits,
     HKV: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -62,97 +111,195 @@ def _decode_kernel(
     TILE: tl.constexpr,
     G_POW2: tl.constexpr,
     COMBINE_TILE: tl.constexpr,
+    FUSED: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    wait_for_inputs(PDL)
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context_len = tl.load(context_lens_ptr + seq)
-    split_size = _split_size(context_len, split_tokens, num_splits)
-    start = split * split_size
-    if (start >= context_len) & (split > 0):  # split 0 stays even at length 0, to write zeros
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    # Plan, lengths and tables are as old as the step: complete since the embedding, which is launched without PDL.
+    seq = tl.load(plan_ptr + program * 4)
+    if seq < 0:
         return
-    end = tl.minimum(start + split_size, context_len)
-
-    group = tl.arange(0, G_PAD)
+    index = tl.load(plan_ptr + program * 4 + 1)
+    num_pieces = tl.load(plan_ptr + program * 4 + 2)
+    piece_size = tl.load(plan_ptr + program * 4 + 3) * TILE
+    context_len = tl.load(context_lens_ptr + seq)
+    num_cached = context_len - 1 if FUSED else context_len
+    start_of_piece = index * piece_size
+    end = tl.minimum(start_of_piece + piece_size, num_cached)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
+    row = tl.arange(0, G_PAD)
     dim = tl.arange(0, D_PAD)
     dim_mask = dim < D
-    head = kv_head * G + group
-    head_mask = (group < G)[:, None] & dim_mask[None, :]
-    q = tl.load(q_ptr + seq.to(tl.int64) * q_stride + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
-
-    table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
+    head = kv_head * G + row
+    head_mask = (row < G)[:, None] & dim_mask[None, :]
     column = kv_head * D + dim
     offsets = tl.arange(0, TILE)
-    max_score = tl.full((G_PAD,), float("-inf"), tl.float32)
+    # So is all of the cache but the new token: the first tile is on its way while the projection still runs. (Of no
+    # length or one there is none: all of it is masked off.) What is masked off reads as 0, so no NaN gets in.
+    blocks = load_blocks(table_ptr, start_of_piece, end, TILE, BLOCK_SIZE)
+    valid = start_of_piece + offsets < end
+    cell = token_slots(blocks, start_of_piece, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
+    k = tl.load(k_cache_ptr + cell, mask=valid[:, None] & dim_mask[None, :], other=0.0)
+    v = tl.load(v_cache_ptr + cell, mask=valid[:, None] & dim_mask[None, :], other=0.0)
+    q_row_ptr = q_ptr + seq.to(tl.int64) * q_stride
+    if FUSED:
+        q = _norm_and_rotate(
+            q_row_ptr, row, kv_head, cos_sin_ptr, q_weight_ptr, k_weight_ptr, tl.maximum(num_cached, 0), eps,
+            HKV, G, D, D_PAD, NORM, PDL,
+        )  # fmt: skip
+    else:
+        wait_for_inputs(PDL)
+        q = tl.load(q_row_ptr + head[:, None] * D + dim[None, :], mask=head_mask, other=0.0)
+    # Finite at length 0, where nothing follows that is.
+    max_score = tl.where(context_len > 0, float("-inf"), 0.0) + tl.zeros((G_PAD,), tl.float32)
     denominator = tl.zeros((G_PAD,), tl.float32)
     acc = tl.zeros((G_PAD, D_PAD), tl.float32)
-    next_blocks = load_blocks(table_ptr, start, end, TILE, BLOCK_SIZE)
-    for tile in range(start, end, TILE):
+    if FUSED and (index == num_pieces - 1) & (context_len > 0):
+        new_v = tl.load(q_row_ptr + (HKV * (G + 1) + kv_head) * D + dim, mask=dim_mask, other=0.0)
+        block = tl.load(table_ptr + num_cached // BLOCK_SIZE).to(tl.int64)
+        new_cell = (block * BLOCK_SIZE + num_cached % BLOCK_SIZE) * (HKV * D) + column
+        new_k = tl.sum(tl.where((row == G)[:, None], q.to(tl.float32), 0.0), axis=0)
+        tl.store(k_cache_ptr + new_cell, new_k, mask=dim_mask)
+        tl.store(v_cache_ptr + new_cell, new_v, mask=dim_mask)
+        max_score = tl.sum(q.to(tl.float32) * new_k[None, :], axis=1) * scale_log2
+        denominator += 1.0
+        acc += new_v.to(tl.float32)[None, :]
+
+    acc, denominator, max_score = _attend(acc, denominator, max_score, q, k, v, valid, scale_log2)
+    next_blocks = load_blocks(table_ptr, start_of_piece + TILE, end, TILE, BLOCK_SIZE)
+    for start in range(start_of_piece + TILE, end, TILE):
         blocks = next_blocks
-        next_blocks = load_blocks(table_ptr, tile + TILE, end, TILE, BLOCK_SIZE)
-        valid = tile + offsets < end
-        cell = token_slots(blocks, tile, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
+        next_blocks = load_blocks(table_ptr, start + TILE, end, TILE, BLOCK_SIZE)
+        valid = start + offsets < end
+        cell = token_slots(blocks, start, TILE, BLOCK_SIZE)[:, None] * (HKV * D) + column[None, :]
         mask = valid[:, None] & dim_mask[None, :]
-        # Each byte is read once: let it leave the L2 first. What is masked off reads as 0, so no NaN gets in.
+        # Each byte is read once: let it leave the L2 first.
         k = tl.load(k_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
         v = tl.load(v_cache_ptr + cell, mask=mask, other=0.0, eviction_policy="evict_first")
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1))  # finite: a tile has at least one token
-        shrink = tl.exp2(max_score - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
-        denominator = denominator * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        max_score = new_max
+        acc, denominator, max_score = _attend(acc, denominator, max_score, q, k, v, valid, scale_log2)
 
-    acc /= tl.where(denominator > 0.0, denominator, 1.0)[:, None]
-    row = seq.to(tl.int64) * (HKV * G) + head
-    if context_len <= split_size:
-        tl.store(out_ptr + row[:, None] * D + dim[None, :], acc, mask=head_mask)
+    acc /= tl.where(denominator > 0.0, denominator, 1.0)[:, None]  # 0 at length 0 only
+    if num_pieces == 1:
+        out_row = seq.to(tl.int64) * (HKV * G) + head
+        tl.store(out_ptr + out_row[:, None] * D + dim[None, :], acc, mask=head_mask)
     else:
-        partial = row * num_splits + split
+        piece = kv_head * tl.num_programs(1) + program  # those of one sequence are neighbours
+        partial = piece * G + row
         tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
-        tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=group < G)
+        tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=row < G)
         # All threads have written; the counter's release and acquire order these writes before the last one's reads.
         tl.debug_barrier()
-        used_splits = tl.cdiv(context_len, split_size)
         counter_ptr = arrivals_ptr + seq * HKV + kv_head
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == used_splits - 1:
-            first_row = seq.to(tl.int64) * (HKV * G) + kv_head * G
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_pieces - 1:
             _combine(
-                out_ptr, partial_out_ptr, partial_lse_ptr, first_row, used_splits, num_splits,
-                G, G_POW2, D, D_PAD, COMBINE_TILE,
+                out_ptr + (seq.to(tl.int64) * HKV + kv_head) * (G * D), partial_out_ptr, partial_lse_ptr,
+                piece - index, num_pieces, G, G_POW2, D, D_PAD, COMBINE_TILE,
             )  # fmt: skip
             tl.store(counter_ptr, 0)
 
 
 @triton.jit
+def _attend(
+    acc,  # [G_PAD, D_PAD] weighted sum of values
+    denominator,  # [G_PAD] sum of weights
+    max_score,  # [G_PAD]
+    q,  # [G_PAD, D_PAD]
+    k,  # [TILE, D_PAD]
+    v,  # [TILE, D_PAD]
+    valid,  # [TILE]
+    scale_log2,
+):
+    """Take one tile of keys into the running softmax."""
+    scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+    scores = tl.where(valid[None, :], scores, float("-inf"))
+    new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+    shrink = tl.exp2(max_score - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    denominator = denominator * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, denominator, new_max
+
+
+@triton.jit
+def _norm_and_rotate(
+    qkv_row_ptr,
+    row,  # [G_PAD] 0 .. G: the group's query heads; G: its key
+    kv_head,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    position,
+    eps,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The query heads of one KV head and its new key, [G_PAD, D_PAD], ready for attention; rounds as qk_norm_rope.py.
+
+    RoPE pairs dimension d with d + D / 2: each is loaded beside its partner, which saves moving them between threads.
+    """
+    HALF: tl.constexpr = D // 2
+    dim = tl.arange(0, D_PAD)
+    partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
+    is_key = (row == G)[:, None]
+    mask = (row <= G)[:, None] & (dim < D)[None, :]
+    row_ptr = qkv_row_ptr + (tl.where(row < G, kv_head * G + row, HKV * G + kv_head) * D)[:, None]
+    # What does not hang on the projection comes before the wait for it.
+    angle_ptr = cos_sin_ptr + position.to(tl.int64) * D + tl.where(dim < HALF, dim, partner)
+    cos = tl.load(angle_ptr, mask=dim < D, other=0.0)[None, :]
+    sin = tl.load(angle_ptr + HALF, mask=dim < D, other=0.0)[None, :]
+    if NORM:
+        x_weight = _weight(q_weight_ptr, k_weight_ptr, dim, dim < D, is_key)
+        y_weight = _weight(q_weight_ptr, k_weight_ptr, partner, dim < D, is_key)
+    wait_for_inputs(PDL)
+    x = tl.load(row_ptr + dim[None, :], mask=mask, other=0.0)
+    y = tl.load(row_ptr + partner[None, :], mask=mask, other=0.0)
+    dtype = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
+    if NORM:
+        inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        x = ((x * inverse_rms).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
+        y = ((y * inverse_rms).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
+    return (x * cos + tl.where(dim < HALF, -1.0, 1.0)[None, :] * (y * sin)).to(dtype)
+
+
+@triton.jit
+def _weight(q_weight_ptr, k_weight_ptr, dim, mask, is_key):
+    """Norm weights at `dim`, [G_PAD, D_PAD]: the key's in its row, the query's in the others."""
+    q_weight = tl.load(q_weight_ptr + dim, mask=mask, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + dim, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(is_key, k_weight[None, :], q_weight[None, :])
+
+
+@triton.jit
 def _combine(
-    out_ptr,
+    out_ptr,  # [G, D] of one sequence and KV head
     partial_out_ptr,
     partial_lse_ptr,
-    first_row,  # of the group's query heads in [B * Hq]
-    used_splits,
-    num_splits,
+    first_piece,  # of the sequence, counted over all KV heads
+    num_pieces,
     G: tl.constexpr,
     G_POW2: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Weigh the splits of the query heads of one KV head by their sums of exponentials."""
+    """Weigh the pieces of a sequence by their sums of exponentials."""
     group = tl.arange(0, G_POW2)
     dim = tl.arange(0, D_PAD)
-    row = first_row + group
     mask = (group < G)[:, None] & (dim < D)[None, :]
     max_lse = tl.full((G_POW2,), float("-inf"), tl.float32)
     denominator = tl.zeros((G_POW2,), tl.float32)
     acc = tl.zeros((G_POW2, D_PAD), tl.float32)
-    for first in range(0, used_splits, TILE):
-        split = first + tl.arange(0, TILE)
-        used = (split < used_splits)[:, None] & (group < G)[None, :]
-        partial = row[None, :] * num_splits + split[:, None]  # [TILE, G]
+    for first in range(0, num_pieces, TILE):
+        index = first + tl.arange(0, TILE)
+        used = (index < num_pieces)[:, None] & (group < G)[None, :]
+        partial = (first_piece + index)[:, None] * G + group[None, :]  # [TILE, G]
         # Other programs wrote these: past the L1, which may hold older values.
         lse = tl.load(partial_lse_ptr + partial, mask=used, other=float("-inf"), cache_modifier=".cg")
         cell = partial[:, :, None] * D + dim[None, None, :]
@@ -167,7 +314,7 @@ def _combine(
         acc = acc * shrink[:, None] + tl.sum(weights[:, :, None] * value, axis=0)
         max_lse = new_max
     out = acc / tl.where(group < G, denominator, 1.0)[:, None]
-    tl.store(out_ptr + row[:, None] * D + dim[None, :], out, mask=mask)
+    tl.store(out_ptr + group[:, None] * D + dim[None, :], out, mask=mask)
 
 
 _counters: dict[torch.device, torch.Tensor] = {}
@@ -183,15 +330,12 @@ def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
     return _counters[device]
 
 
-def plan_splits(batch: int, num_kv_heads: int, max_context_len: int) -> tuple[int, int]:
-    """(tokens per split, number of splits) for lengths up to `max_context_len`; beyond the caps splits grow larger."""
-    rows = batch * num_kv_heads
-    tokens = next((tokens for limit, tokens in SPLIT_TOKENS if rows <= limit), MAX_SPLIT_TOKENS)
-    splits = min(triton.cdiv(max_context_len, tokens), MAX_SPLITS, MAX_PROGRAMS // rows)
-    return tokens, max(splits, 1)
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _tile_config(split_tokens: int, row_bytes: int) -> tuple[int, int]:
+def _config(row_bytes: int) -> tuple[int, int]:
     """(tokens per tile, num_stages); row_bytes is what one padded key takes.
 
     num_stages - 1 tiles are on their way at a time. No configuration takes more than 85 KB of shared memory, so that a
@@ -201,7 +345,47 @@ def _tile_config(split_tokens: int, row_bytes: int) -> tuple[int, int]:
         return (16, 2)
     if row_bytes > 256:  # float32, or head_dim above 128
         return (64, 2)
-    return (128, 2) if split_tokens >= 512 else (64, 3)
+    return (64, 3)
+
+
+def _grid(batch: int, num_kv_heads: int, num_multiprocessors: int) -> tuple[int, int]:
+    """(programs, programs of one wave), both per KV head: one for each sequence, and more to cut long ones with.
+
+    Measured on one H200: a second wave pays unless sequences are few, programs without work cost 2 ns each.
+    """
+    wave = triton.cdiv(2 * num_multiprocessors, num_kv_heads)
+    return max(batch * 3 // 2, wave if batch * 4 <= wave else 2 * wave, batch + 1), wave
+
+
+def plan_decode(context_lens: torch.Tensor, num_kv_heads: int, row_bytes: int, fused: bool) -> torch.Tensor:
+    """Which program takes which piece, for every layer of a step: [P, 4] int32, see `_plan_kernel`.
+
+    context_lens [B] int32, as the attention will get them; row_bytes as in `padded_row_bytes`.
+    """
+    batch = len(context_lens)
+    num_programs, wave = _grid(batch, num_kv_heads, _num_multiprocessors(context_lens.device))
+    plan = torch.empty((num_programs, 4), dtype=torch.int32, device=context_lens.device)
+    launch(
+        _plan_kernel,
+        (1,),
+        plan,
+        context_lens,
+        batch,
+        num_programs,
+        wave,
+        TILE=_config(row_bytes)[0],
+        FUSED=fused,
+        LONG=LONG_PIECE,
+        LENGTHS=LENGTHS_AT_ONCE,
+        num_warps=4,
+        **pdl_options(context_lens.device),
+    )
+    return plan
+
+
+def padded_row_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one key, its dimensions rounded up to a power of two."""
+    return max(16, triton.next_power_of_2(head_dim)) * dtype.itemsize
 
 
 def decode_attention(
@@ -210,48 +394,95 @@ def decode_attention(
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
-    max_context_len: int,
     scale: float,
 ) -> torch.Tensor:
     """q [B, Hq, D] (a token's heads contiguous), caches [blocks, bs, Hkv, D] contiguous, block_tables [B, W] int32,
-    context_lens [B] int32, none above the host's bound max_context_len. Returns [B, Hq, D]; zeros at length 0."""
-    batch, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    assert q.stride()[1:] == (head_dim, 1) and block_tables.stride(1) == 1
+    context_lens [B] int32, all in the cache. Returns [B, Hq, D]; zeros at length 0."""
+    assert q.stride()[1:] == (q.shape[2], 1)
+    plan = plan_decode(context_lens, k_cache.shape[2], padded_row_bytes(q.shape[2], q.dtype), fused=False)
+    return _launch(q, q.shape[1], k_cache, v_cache, block_tables, context_lens, plan, scale)
+
+
+def fused_decode_attention(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    num_heads: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Norm (if weights [D] are given), RoPE, cache store and attention of one new token per sequence.
+
+    qkv [B, (Hq + 2 * Hkv) * D] as projected; cos_sin [max_pos, D] float32, the D/2 cosines of a position and then its
+    D/2 sines; caches and tables as in `decode_attention`. context_lens [B] count the new token, which stands at
+    position context_len - 1 and is stored there; `plan` was made from them. Returns [B, Hq, D]; zeros at length 0, for
+    which nothing is stored.
+    """
+    assert qkv.stride(1) == 1 and cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert (q_weight is None) == (k_weight is None), "norm weights come in pairs"
+    rope = (cos_sin, q_weight, k_weight, eps)
+    return _launch(qkv, num_heads, k_cache, v_cache, block_tables, context_lens, plan, scale, rope)
+
+
+def _launch(
+    q: torch.Tensor,
+    num_heads: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    plan: torch.Tensor,
+    scale: float,
+    rope: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, float] | None = None,
+) -> torch.Tensor:
+    batch = len(q)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    assert block_tables.stride(1) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "a layer's cache is one contiguous slice"
-    split_tokens, num_splits = plan_splits(batch, num_kv_heads, max_context_len)
+    cos_sin, q_weight, k_weight, eps = rope or (None, None, None, 0.0)
     group = num_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    tile, num_stages = _tile_config(split_tokens, dim_pad * q.element_size())
+    tile, num_stages = _config(padded_row_bytes(head_dim, q.dtype))
     out = torch.empty((batch, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    # With one split nothing is partial; empty tensors keep the pointers' types, hence the compiled kernel, the same.
-    rows = batch * num_heads * num_splits if num_splits > 1 else 0
-    partial_out = torch.empty((rows, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((rows,), dtype=torch.float32, device=q.device)
-    _decode_kernel[(num_kv_heads, batch, num_splits)](
+    partial_out = torch.empty((num_kv_heads, len(plan), group, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty((num_kv_heads, len(plan), group), dtype=torch.float32, device=q.device)
+    launch(
+        _decode_kernel,
+        (num_kv_heads, len(plan)),
         out,
         partial_out,
         partial_lse,
         arrival_counters(q.device, batch * num_kv_heads),
+        plan,
         q,
         k_cache,
         v_cache,
         block_tables,
         context_lens,
+        cos_sin,
+        q_weight,
+        k_weight,
         scale * LOG2_E,
+        eps,
         q.stride(0),
         block_tables.stride(0),
-        split_tokens,
-        num_splits,
         HKV=num_kv_heads,
         G=group,
-        G_PAD=max(16, triton.next_power_of_2(group)),  # 16: the least that tl.dot takes
+        G_PAD=max(16, triton.next_power_of_2(group + (rope is not None))),  # 16: the least that tl.dot takes
         D=head_dim,
         D_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=tile,
         G_POW2=triton.next_power_of_2(group),
         COMBINE_TILE=max(COMBINE_ELEMENTS // (triton.next_power_of_2(group) * dim_pad), 1),
+        FUSED=rope is not None,
+        NORM=q_weight is not None,
         num_warps=4,
         num_stages=num_stages,
         **pdl_options(q.device),

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.sample import _log_exponential_noise
 
 BLOCK = 8192
@@ -272,7 +273,9 @@ def filtered_sample(
     scratch = torch.empty((num_lines, CAPACITY), dtype=logits.dtype, device=logits.device)
     scratch_ids = torch.empty((num_lines, CAPACITY), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
-    _filtered_sample_kernel[(num_lines,)](
+    launch(
+        _filtered_sample_kernel,
+        (num_lines,),
         out,
         scratch,
         scratch_ids,

@@ -12,6 +12,10 @@ j <= i + k_len - q_len, so a tile of queries splits the keys into three runs:
     keys end .. k_len       seen by none: skipped
 
 Keys are packed like the queries, or in the paged cache (PAGED). Shapes as in `nanovllm.backends.base`.
+
+With TMA the first run's keys and values, which need no mask, come through Hopper's bulk copy engine: one thread asks
+for a tile, where otherwise all of them compute addresses. The second run keeps to plain loads, which can be masked:
+what lies past the keys must not reach the result, not even as a NaN.
 """
 
 from functools import cache
@@ -19,7 +23,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.paging import load_blocks, token_slots
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
@@ -52,6 +58,10 @@ def _attend(
     v_ptr,
     k_stride,
     v_stride,
+    k_desc,  # descriptors of the same two, [rows, Hkv * D], read in whole tiles; None without TMA
+    v_desc,
+    first_row,  # of the sequence in them; not used if PAGED
+    column,
     block_table_ptr,
     scale_log2,
     begin,
@@ -62,6 +72,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
     MASKED: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Take the keys begin .. end into the running softmax; without MASKED every query sees all of these whole tiles."""
     dim = tl.arange(0, D_PAD)[None, :]
@@ -70,21 +81,26 @@ def _attend(
         next_blocks = load_blocks(block_table_ptr, begin, end, TILE_N, BLOCK_SIZE)
     for start in range(begin, end, TILE_N):
         if PAGED:
-            rows = token_slots(next_blocks, start, TILE_N, BLOCK_SIZE)
+            blocks = next_blocks
             next_blocks = load_blocks(block_table_ptr, start + TILE_N, end, TILE_N, BLOCK_SIZE)
+        if TMA:
+            row = blocks * BLOCK_SIZE + start % BLOCK_SIZE if PAGED else first_row + start
+            k = k_desc.load([row, column])
+            v = v_desc.load([row, column])
         else:
-            rows = (start + offsets).to(tl.int64)
-        mask = dim < D
-        if MASKED:
-            mask = mask & (start + offsets < end)[:, None]
-        k = tl.load(k_ptr + rows[:, None] * k_stride + dim, mask=mask, other=0.0)
-        v = tl.load(v_ptr + rows[:, None] * v_stride + dim, mask=mask, other=0.0)
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+            rows = token_slots(blocks, start, TILE_N, BLOCK_SIZE) if PAGED else (start + offsets).to(tl.int64)
+            mask = dim < D
+            if MASKED:
+                mask = mask & (start + offsets < end)[:, None]
+            k = tl.load(k_ptr + rows[:, None] * k_stride + dim, mask=mask, other=0.0)
+            v = tl.load(v_ptr + rows[:, None] * v_stride + dim, mask=mask, other=0.0)
+        scores = tl.dot(q, k.T, input_precision="ieee")
         if MASKED:
             scores = tl.where((start + offsets)[None, :] <= last_key[:, None], scores, float("-inf"))
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1))  # finite: every query sees key 0
+        # Scaled only now, so that scaling and subtracting are one instruction. Finite: every query sees key 0.
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale_log2)
         shrink = tl.exp2(max_score - new_max)
-        weights = tl.exp2(scores - new_max[:, None])
+        weights = tl.exp2(scores * scale_log2 - new_max[:, None])
         denominator = denominator * shrink + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         max_score = new_max
@@ -97,6 +113,8 @@ def _prefill_kernel(
     q_ptr,  # [T, Hq, D]
     k_ptr,  # [T, Hkv, D], or [slots, Hkv, D] if PAGED
     v_ptr,
+    k_desc,  # tensor descriptors of k and v as [rows, Hkv * D]; None without TMA
+    v_desc,
     cu_seqlens_q_ptr,  # [B + 1]
     cu_seqlens_k_ptr,  # [B + 1]
     block_tables_ptr,  # [B, W], None unless PAGED
@@ -113,6 +131,7 @@ def _prefill_kernel(
     TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -150,12 +169,12 @@ def _prefill_kernel(
     max_score = tl.full((TILE_M,), float("-inf"), tl.float32)
     last_key = prefix + query
     acc, denominator, max_score = _attend(
-        acc, denominator, max_score, q, last_key, k_base, v_base, k_stride, v_stride, table_ptr, scale_log2,
-        0, full, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=False,
+        acc, denominator, max_score, q, last_key, k_base, v_base, k_stride, v_stride, k_desc, v_desc, k_start,
+        kv_offset, table_ptr, scale_log2, 0, full, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=False, TMA=TMA,
     )  # fmt: skip
     acc, denominator, max_score = _attend(
-        acc, denominator, max_score, q, last_key, k_base, v_base, k_stride, v_stride, table_ptr, scale_log2,
-        full, end, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=True,
+        acc, denominator, max_score, q, last_key, k_base, v_base, k_stride, v_stride, k_desc, v_desc, k_start,
+        kv_offset, table_ptr, scale_log2, full, end, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=True, TMA=False,
     )  # fmt: skip
     out_rows = row * (tl.num_programs(1) * D) + head * D
     tl.store(out_ptr + out_rows + dim, acc / denominator[:, None], mask=mask)
@@ -165,6 +184,12 @@ def _prefill_kernel(
 def _has_large_shared_memory(device: torch.device) -> bool:
     """Data-centre Hopper and Blackwell: 227 KB of shared memory a program; the smallest GPUs have 99."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _can_use_tma(q: torch.Tensor, tile_n: int, block_size: int) -> bool:
+    """Where it was measured to help, and where a tile is a box of the tensor."""
+    is_measured = _has_large_shared_memory(q.device) and q.element_size() == 2 and q.shape[2] in (64, 128)
+    return is_measured and block_size % tile_n == 0
 
 
 def _tile_config(
@@ -180,7 +205,7 @@ def _tile_config(
     if dim_pad > 128:
         return (128, 64, 8, 2)
     # Measured on one H200 at head_dim 128: small tiles waste less around the diagonal of short prompts.
-    return (64, 64, 4, 3) if max_seqlen_q < 2048 else (128, 128, 8, 3)
+    return (64, 64, 4, 3) if max_seqlen_q < 8192 else (128, 128, 8, 3)
 
 
 def prefill_attention(
@@ -213,12 +238,21 @@ def prefill_attention(
     tile_m, tile_n, num_warps, num_stages = _tile_config(
         max_seqlen_q, dim_pad, q.dtype, _has_large_shared_memory(q.device)
     )
+    k_desc = v_desc = None
+    if _can_use_tma(q, tile_n, block_size if paged else tile_n):
+        k_desc, v_desc = (
+            TensorDescriptor(t, [len(t), t.shape[1] * head_dim], [t.stride(0), 1], [tile_n, head_dim]) for t in (k, v)
+        )
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    _prefill_kernel[(num_tokens // tile_m + num_seqs, num_heads)](
+    launch(
+        _prefill_kernel,
+        (num_tokens // tile_m + num_seqs, num_heads),
         out,
         q,
         k,
         v,
+        k_desc,
+        v_desc,
         cu_seqlens_q,
         cu_seqlens_k,
         block_tables,
@@ -235,6 +269,7 @@ def prefill_attention(
         TILE_N=tile_n,
         BLOCK_SIZE=block_size,
         PAGED=paged,
+        TMA=k_desc is not None,
         num_warps=num_warps,
         num_stages=num_stages,
         **pdl_options(q.device),

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 
@@ -76,7 +77,9 @@ def prepare_decode(
     dtypes = (int64, int64, int32, int32, int32, float32, int64)
     outputs = [torch.empty(batch, dtype=dtype, device=rows.device) for dtype in dtypes]
     outputs[4] = torch.empty((batch, width), dtype=int32, device=rows.device)
-    _prepare_decode_kernel[(batch,)](
+    launch(
+        _prepare_decode_kernel,
+        (batch,),
         *outputs,
         rows,
         positions,

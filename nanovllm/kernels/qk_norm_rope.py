@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 MAX_HEADS_PER_PROGRAM = 8
@@ -109,7 +110,9 @@ def qk_norm_rope_store(
     heads = min(MAX_HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     half_pad = triton.next_power_of_2(head_dim // 2)
     num_programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
-    _qk_norm_rope_store_kernel[(qkv.shape[0], num_programs)](
+    launch(
+        _qk_norm_rope_store_kernel,
+        (qkv.shape[0], num_programs),
         qkv,
         positions,
         cos_sin,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 
@@ -65,7 +66,9 @@ def _launch(
     new_residual = out if residual is None else torch.empty_like(out)
     source = x if residual is None else residual
     block = triton.next_power_of_2(hidden_size)
-    _rms_norm_kernel[(num_tokens,)](
+    launch(
+        _rms_norm_kernel,
+        (num_tokens,),
         out,
         x,
         source,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 CHUNK = 2048
@@ -112,7 +113,9 @@ def sample(
     best_score = torch.empty((batch, num_chunks), dtype=torch.float32, device=logits.device)
     best_id = torch.empty((batch, num_chunks), dtype=torch.int32, device=logits.device)
     out = torch.empty((batch,), dtype=torch.int64, device=logits.device)
-    _best_of_chunk_kernel[(num_chunks, batch)](
+    launch(
+        _best_of_chunk_kernel,
+        (num_chunks, batch),
         best_score,
         best_id,
         logits,
@@ -126,7 +129,9 @@ def sample(
         num_warps=4,
         **pdl_options(logits.device),
     )
-    _best_of_row_kernel[(batch,)](
+    launch(
+        _best_of_row_kernel,
+        (batch,),
         out,
         best_score,
         best_id,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 BLOCK = 1024
@@ -29,7 +30,15 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     assert x.stride(1) == 1, "the last dimension must be contiguous"
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
-    _silu_and_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
-        out, x, x.stride(0), I=size, BLOCK=BLOCK, num_warps=4, **pdl_options(x.device)
+    launch(
+        _silu_and_mul_kernel,
+        (num_tokens, triton.cdiv(size, BLOCK)),
+        out,
+        x,
+        x.stride(0),
+        I=size,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **pdl_options(x.device),
     )
     return out

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 
 MAX_ROWS = 4
@@ -97,7 +98,9 @@ def _launch(
     block_n = max(TILE_ELEMENTS // k_pad, 1)
     y = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     new_residual = None if residual is None else torch.empty((num_rows, k), dtype=x.dtype, device=x.device)
-    _small_linear_kernel[(triton.cdiv(n, block_n),)](
+    launch(
+        _small_linear_kernel,
+        (triton.cdiv(n, block_n),),
         y,
         x,
         weight,

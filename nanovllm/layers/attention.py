@@ -46,6 +46,11 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """qkv: [T, (heads + 2 * kv_heads) * head_dim], overwritten; positions: [T] -> [T, heads * head_dim]."""
         context = get_context()
+        if qkv.is_cuda and not context.is_prefill and self.decode_backend.fuses_decode:
+            out = self.decode_backend.fused_decode(
+                qkv, rotary_emb, q_norm, k_norm, self.num_heads, self.k_cache, self.v_cache, context, self.scale
+            )
+            return out.flatten(1)
         q, k, v = self._prepare(qkv, positions, rotary_emb, q_norm, k_norm, context.slot_mapping)
         if context.is_prefill:
             out = self.prefill_backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)

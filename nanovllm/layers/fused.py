@@ -8,14 +8,28 @@ import torch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, is_small
+from nanovllm.utils.dist import Group
+
+
+def reduce_norm(
+    group: Group, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`norm(s + residual)` and `s + residual`, s being the sum over the ranks of x [T, K], which may be overwritten."""
+    return norm(x, residual) if group.size == 1 else group.all_reduce_norm(x, residual, norm)
 
 
 def norm_linear(
-    norm: RMSNorm, linear: LinearBase, x: torch.Tensor, residual: torch.Tensor | None
+    norm: RMSNorm, linear: LinearBase, x: torch.Tensor, residual: torch.Tensor | None, is_partial: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear(norm(x + residual))`, and the sum, which is the next residual. x: [T, K]; no residual counts as 0."""
+    """`linear(norm(x + residual))`, and the sum, which is the next residual. x: [T, K]; no residual counts as 0.
+
+    `is_partial`: x is this rank's part of a sum (a RowParallelLinear without `reduce_results` made it).
+    """
     if residual is None:
         return linear(norm(x)), x
+    if is_partial and linear.group.size > 1:
+        x, residual = reduce_norm(linear.group, norm, x, residual)
+        return linear(x), residual
     if is_small(x, linear.weight, fused=True):
         from nanovllm.kernels.small_linear import norm_linear as kernel
 

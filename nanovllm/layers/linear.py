@@ -138,10 +138,22 @@ class QKVParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """Input features split over the ranks: each multiplies its part, and the parts are summed."""
+    """Input features split over the ranks: each multiplies its part, and the parts are summed.
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, group: Group = SINGLE) -> None:
+    Without `reduce_results` the sum is left to who takes the output, where it can be one kernel with what follows.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        group: Group = SINGLE,
+        reduce_results: bool = True,
+    ) -> None:
         super().__init__(divide("input features", input_size, group.size), output_size, bias, group)
+        self.reduce_results = reduce_results
+        self.weight.num_inputs = input_size  # of the whole, for random weights of the right scale
 
     def weight_loader(self, param: nn.Parameter, source: Any) -> None:
         if param.dim() == 1:  # the bias is whole on every rank and added by rank 0 alone
@@ -155,7 +167,7 @@ class RowParallelLinear(LinearBase):
         return self.bias if self.group.rank == 0 else None
 
     def finish(self, y: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(y)
+        return self.group.all_reduce(y) if self.reduce_results else y
 
 
 def load_rows(target: torch.Tensor, source: Any, group: Group, num_replicas: int = 1) -> None:

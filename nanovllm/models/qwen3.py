@@ -3,6 +3,7 @@
 Built by the `ModelRunner` from a `ModelConfig`; parameter names follow the checkpoint, except that q, k, v and gate, up
 are packed (`packed_modules_mapping`). The residual travels beside the hidden states, so that each addition is one
 kernel with the norm that follows it, or, for a few rows, with the projection that follows the norm (`layers/fused.py`).
+On several ranks the hidden states between two layers are parts of a sum, which the next norm's kernel sums up.
 """
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fused import norm_linear, silu_mul_linear
+from nanovllm.layers.fused import norm_linear, reduce_norm, silu_mul_linear
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
@@ -31,7 +32,11 @@ class Qwen3Attention(nn.Module):
             group=group,
         )
         self.o_proj = RowParallelLinear(
-            config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias, group=group
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            group=group,
+            reduce_results=False,
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -46,7 +51,7 @@ class Qwen3Attention(nn.Module):
         rotary: RotaryEmbedding,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
-        qkv, residual = norm_linear(input_norm, self.qkv_proj, hidden_states, residual)
+        qkv, residual = norm_linear(input_norm, self.qkv_proj, hidden_states, residual, is_partial=True)
         return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm)), residual
 
 
@@ -54,14 +59,16 @@ class Qwen3MLP(nn.Module):
     def __init__(self, config: ModelConfig, group: Group) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, group=group)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, group=group)
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, group=group, reduce_results=False
+        )
         self.act_fn = SiluAndMul()
 
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, input_norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """MLP over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
-        gate_up, residual = norm_linear(input_norm, self.gate_up_proj, hidden_states, residual)
+        gate_up, residual = norm_linear(input_norm, self.gate_up_proj, hidden_states, residual, is_partial=True)
         return silu_mul_linear(self.act_fn, self.down_proj, gate_up), residual
 
 
@@ -88,6 +95,7 @@ class Qwen3DecoderLayer(nn.Module):
 class Qwen3Model(nn.Module):
     def __init__(self, config: ModelConfig, group: Group) -> None:
         super().__init__()
+        self.group = group
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, group) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -98,7 +106,7 @@ class Qwen3Model(nn.Module):
         hidden_states, residual = self.embed_tokens(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, positions, self.rotary_emb)
-        hidden_states, _ = self.norm(hidden_states, residual)
+        hidden_states, _ = reduce_norm(self.group, self.norm, hidden_states, residual)
         return hidden_states
 
 

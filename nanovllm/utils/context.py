@@ -33,6 +33,7 @@ class Context:
     # Decode. A padding row of a CUDA graph has length 0, slot -1 and must not read the cache.
     context_lens: torch.Tensor | None = None  # [B] int32, the token being computed included
     max_context_len: int = 0  # host bound on context_lens; inside a graph the largest that can ever be replayed
+    decode_plan: torch.Tensor | None = None  # of the decode backend, for all layers
 
 
 class _Current(threading.local):

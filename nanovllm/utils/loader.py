@@ -65,16 +65,17 @@ def load_model(model: nn.Module, path: str) -> None:
 
 
 @torch.no_grad()
-def load_dummy(model: nn.Module, seed: int = 0) -> None:
-    """Random weights in place, the same for the same seed and device: activations and logits keep a sane scale.
+def load_dummy(model: nn.Module, seed: int = 0, rank: int = 0) -> None:
+    """Random weights in place, the same for the same seed, rank and device: activations and logits keep a sane scale.
 
-    Matrices get a standard deviation of 1/sqrt(inputs). Embedding and head get 0.04: a normalised hidden state of 1024
-    then gives logits with a standard deviation of 1.28, so that sampling has something to choose from.
+    Drawn for this rank's shards alone: another number of ranks has another model. Matrices get a standard deviation of
+    1/sqrt(inputs). Embedding and head get 0.04: a normalised hidden state of 1024 then gives logits with a standard
+    deviation of 1.28, so that sampling has something to choose from.
     """
     generators: dict[torch.device, torch.Generator] = {}
     for name, param in model.named_parameters():
         if param.device not in generators:
-            generators[param.device] = torch.Generator(param.device).manual_seed(seed)
+            generators[param.device] = torch.Generator(param.device).manual_seed(seed + (rank << 40))
         generator = generators[param.device]
         parts = name.split(".")
         if parts[-1] == "bias":
@@ -84,7 +85,8 @@ def load_dummy(model: nn.Module, seed: int = 0) -> None:
         elif "embed_tokens" in parts or "lm_head" in parts:
             param.normal_(0, _DUMMY_EMBEDDING_STD, generator=generator)
         else:
-            param.normal_(0, 1 / math.sqrt(param.shape[-1]), generator=generator)
+            num_inputs = getattr(param, "num_inputs", param.shape[-1])
+            param.normal_(0, 1 / math.sqrt(num_inputs), generator=generator)
 
 
 def checkpoint_dtype(path: str) -> str | None:

@@ -3,7 +3,7 @@
 `bench.py` calls it after a timed run and the GPU tests call it for each backend: a fast engine that computes something
 else is worth nothing. Known tokens are fed back ("teacher forcing") through the very path that generated them, prefill
 backend, then decode steps through CUDA graphs where the engine has them, and every step's logits are compared with
-those of one plain prefill of the whole sequence through the torch backend.
+those of one plain prefill of the whole sequence through the torch backend. On several ranks all of them take part.
 """
 
 from collections.abc import Iterator
@@ -41,19 +41,33 @@ def check_logits(engine: LLMEngine, sequences: list[tuple[list[int], list[int]]]
     blocks = [-(-(len(prompt) + len(completion)) // runner.block_size) for prompt, completion in sequences]
     if len(sequences) > runner.max_num_rows or sum(blocks) > runner.num_kvcache_blocks:
         raise ValueError(f"{len(sequences)} sequences of {sum(blocks)} blocks do not fit the engine all at once")
+    if engine._workers is not None:
+        engine._workers.call("apply", _compare, sequences, blocks)
+    error, match = _compare(runner, sequences, blocks)
+    return LogitsReport(len(error), error.max().item(), error.mean().item(), match.mean().item())
+
+
+def _compare(
+    runner: ModelRunner, sequences: list[tuple[list[int], list[int]]], blocks: list[int]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Relative error of each position's logits, and whether the argmax is the same; None on ranks that have no logits.
+
+    Every rank takes part.
+    """
     references = [_reference_logits(runner, prompt, completion) for prompt, completion in sequences]
     errors, matches = [], []
     for t, rows, logits in _decode_logits(runner, sequences, blocks):
+        if runner.group.rank > 0:
+            continue
         reference = torch.stack([references[row][t] for row in rows]).float()
         logits = logits.float()
         errors.append((logits - reference).norm(dim=-1) / reference.norm(dim=-1))
         matches.append((logits.argmax(-1) == reference.argmax(-1)).float())
-    error, match = torch.cat(errors), torch.cat(matches)
-    return LogitsReport(len(error), error.max().item(), error.mean().item(), match.mean().item())
+    return (torch.cat(errors), torch.cat(matches)) if errors else None
 
 
 @torch.inference_mode()
-def _reference_logits(runner: ModelRunner, prompt: list[int], completion: list[int]) -> torch.Tensor:
+def _reference_logits(runner: ModelRunner, prompt: list[int], completion: list[int]) -> torch.Tensor | None:
     """[len(completion), vocab]: row t stands behind the prompt and t completion tokens."""
     token_ids = prompt + completion[:-1]
     batch = Batch(is_prefill=True, rows=[runner.tables.pad_row], starts=[0], counts=[len(token_ids)], samples=[True])
@@ -75,7 +89,12 @@ def _reference_logits(runner: ModelRunner, prompt: list[int], completion: list[i
 def _decode_logits(
     runner: ModelRunner, sequences: list[tuple[list[int], list[int]]], blocks: list[int]
 ) -> Iterator[tuple[int, list[int], torch.Tensor]]:
-    """Yields (t, rows, logits [rows, vocab]) of every step t; t = 0 is the prefill."""
+    """Yields (t, rows, logits [rows, vocab]) of every step t; t = 0 is the prefill. Logits are rank 0's alone."""
+
+    def step(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits = runner.decode_logits(rows, positions)
+        return rows if logits is None else logits, None
+
     all_rows = list(range(len(sequences)))
     first_blocks = [sum(blocks[:row]) for row in all_rows]
     batch = Batch(is_prefill=True, rows=all_rows, starts=[0] * len(sequences))
@@ -88,9 +107,7 @@ def _decode_logits(
 
     graphs = None
     if runner.graphs is not None:
-        graphs = DecodeGraphs(
-            lambda *inputs: (runner.decode_logits(*inputs), None), len(sequences), runner.tables.pad_row, runner.device
-        )
+        graphs = DecodeGraphs(step, len(sequences), runner.tables.pad_row, runner.device)
         graphs.capture([len(sequences)])
     for t in range(1, max(len(completion) for _, completion in sequences)):
         rows = [row for row in all_rows if t < len(sequences[row][1])]
@@ -100,4 +117,4 @@ def _decode_logits(
         if graphs is not None:
             yield t, rows, graphs.replay(rows, positions)[0]
         else:
-            yield t, rows, runner.decode_logits(*upload([rows, positions], torch.int64, runner.device))
+            yield t, rows, step(*upload([rows, positions], torch.int64, runner.device))[0]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanovllm.kernels import decode_attention as module
-from nanovllm.kernels.decode_attention import decode_attention, plan_splits
+from nanovllm.kernels.decode_attention import decode_attention, fused_decode_attention
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope_store
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # absolute, of outputs of about 1
 
@@ -59,19 +60,26 @@ def check(
     dtype: torch.dtype,
     device: torch.device,
     randn: Callable[..., torch.Tensor],
-    max_context_len: int | None = None,
 ) -> None:
     caches = paged_cache(lens, block_size, num_kv_heads, head_dim, dtype, device)
     qkv = randn(len(lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q = qkv[:, : num_heads * head_dim].view(len(lens), num_heads, head_dim)
     scale = head_dim**-0.5
     context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    out = decode_attention(q, *caches, context_lens, max_context_len or max(lens), scale)
+    out = decode_attention(q, *caches, context_lens, scale)
     assert out.dtype == dtype and out.is_contiguous()
     expected = reference(q, *caches, lens, scale)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
     for row, length in enumerate(lens):
         assert length or not out[row].any()
+    assert not module.arrival_counters(device, 1).any(), "every use must leave the counters at zero"
+
+
+@pytest.fixture(params=[1, 5, 40])
+def num_extra(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Programs beyond one per sequence, also of a wave: long pieces, shorter ones, and pieces of one tile."""
+    monkeypatch.setattr(module, "_grid", lambda batch, num_kv_heads, _: (batch + request.param, request.param))
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -90,63 +98,122 @@ def test_groups_head_dims_and_block_sizes(
     check([70, 1, 0, 16], num_heads, num_kv_heads, head_dim, block_size, dtype, device, randn)
 
 
-@pytest.mark.parametrize("max_context_len", [257, 1000])
-def test_lengths_around_blocks_and_a_loose_bound(
-    max_context_len: int, dtype: torch.dtype, device: torch.device, randn: Callable[..., torch.Tensor]
+@pytest.mark.usefixtures("num_extra")
+def test_lengths_around_tiles_and_blocks(
+    dtype: torch.dtype, device: torch.device, randn: Callable[..., torch.Tensor]
 ) -> None:
-    lens = [0, 1, 15, 16, 17, 255, 256, 257]
-    check(lens, 2, 1, 16, 16, dtype, device, randn, max_context_len)
+    check([0, 1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 0], 2, 1, 16, 16, dtype, device, randn)
 
 
-def test_one_split_writes_the_result_itself(device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
-    assert plan_splits(3, 1, 64) == (64, 1)
-    check([64, 0, 63], 2, 1, 16, 16, torch.float32, device, randn)
+@pytest.mark.usefixtures("num_extra")
+@pytest.mark.parametrize("lens", [[0], [1], [64 * 17 + 1], [1, 500], [500, 1, 1, 1], [0, 0, 320, 0]])
+def test_pieces_of_few_and_of_many_tiles(
+    lens: list[int], device: torch.device, randn: Callable[..., torch.Tensor]
+) -> None:
+    check(lens, 2, 1, 16, 256, torch.float32, device, randn)
 
 
-def test_splits_grow_when_there_are_not_enough_of_them(
+def test_more_sequences_than_are_looked_at_in_one_go(
     device: torch.device, randn: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_SPLITS", 2)
-    assert plan_splits(4, 1, 300) == (64, 2)
-    check([300, 129, 128, 5], 2, 1, 16, 16, torch.float32, device, randn)  # splits of 192, 128, 64 and 64 tokens
+    monkeypatch.setattr(module, "LENGTHS_AT_ONCE", 4)
+    check([5, 130, 0, 64, 1, 65, 200, 3, 16, 90, 7], 2, 2, 16, 16, torch.float32, device, randn)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (6, 2)])
-def test_many_splits_are_combined_a_few_at_a_time(
+def test_many_pieces_are_combined_a_few_at_a_time(
     num_heads: int,
     num_kv_heads: int,
     device: torch.device,
     randn: Callable[..., torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "COMBINE_ELEMENTS", 4 * 4 * 16)  # four splits or more at a time
+    monkeypatch.setattr(module, "COMBINE_ELEMENTS", 4 * 4 * 16)  # four pieces or more at a time
+    monkeypatch.setattr(module, "_grid", lambda *_: (32, 30))
     check([64 * 17 + 1, 65, 64 * 4], num_heads, num_kv_heads, 16, 256, torch.float32, device, randn)
-    assert not module.arrival_counters(device, 1).any(), "every use must leave the counters at zero"
 
 
 def test_large_scores_do_not_overflow(device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
     k_cache, v_cache, block_tables = paged_cache([130], 16, 1, 16, torch.float32, device)
     q = randn(1, 1, 16, dtype=torch.float32) * 1e4
     out = decode_attention(
-        q, k_cache, v_cache, block_tables, torch.tensor([130], dtype=torch.int32, device=device), 130, 1.0
+        q, k_cache, v_cache, block_tables, torch.tensor([130], dtype=torch.int32, device=device), 1.0
     )
     torch.testing.assert_close(
         out.double().cpu(), reference(q, k_cache, v_cache, block_tables, [130], 1.0), rtol=0, atol=1e-2
     )
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 8])
-@pytest.mark.parametrize("batch", [1, 16, 64, 256, 512, 5000])
-@pytest.mark.parametrize("max_context_len", [0, 1, 4096, 131072])
-def test_the_grid_stays_bounded(batch: int, num_kv_heads: int, max_context_len: int) -> None:
-    tokens, splits = plan_splits(batch, num_kv_heads, max_context_len)
-    assert tokens % 128 == 0 or tokens == 64
-    assert 1 <= splits <= module.MAX_SPLITS
-    assert splits == 1 or batch * num_kv_heads * splits <= module.MAX_PROGRAMS
-    covered = tokens * splits >= max_context_len
-    assert covered or splits == module.MAX_SPLITS or batch * num_kv_heads * (splits + 1) > module.MAX_PROGRAMS
+@pytest.mark.usefixtures("num_extra")
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "norm"),
+    [(2, 2, 16, 16, True), (4, 2, 64, 256, False), (3, 1, 80, 48, True), (16, 1, 16, 32, True)],
+)
+def test_fused_equals_norm_rope_and_store_followed_by_attention(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    norm: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    randn: Callable[..., torch.Tensor],
+) -> None:
+    lens = [70, 1, 0, 16, 17, 65, 64, 129]  # the new token counted; its own slot in the cache is NaN before
+    k_cache, v_cache, block_tables = paged_cache(
+        [n + (n > 0) for n in lens], block_size, num_kv_heads, head_dim, dtype, device
+    )
+    lens = [n + (n > 0) for n in lens]
+    slots = torch.tensor(
+        [int(block_tables[i, (n - 1) // block_size]) * block_size + (n - 1) % block_size if n else -1
+         for i, n in enumerate(lens)],
+        dtype=torch.int32, device=device,
+    )  # fmt: skip
+    for cache in (k_cache, v_cache):
+        cache.flatten(0, 1)[slots[slots >= 0].long()] = float("nan")
+    qkv = randn(len(lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    weights = [randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    angles = randn(200, head_dim // 2, dtype=torch.float32)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    scale = head_dim**-0.5
+
+    expected_caches = k_cache.clone(), v_cache.clone()
+    prepared = qkv.clone()
+    positions = (context_lens - 1).clamp(min=0).long()
+    heads = (num_heads, num_kv_heads, head_dim)
+    qk_norm_rope_store(prepared, positions, cos_sin, *weights, 1e-6, *heads, *expected_caches, slots)
+    q = prepared[:, : num_heads * head_dim].view(len(lens), num_heads, head_dim)
+    expected = decode_attention(q, *expected_caches, block_tables, context_lens, scale)
+
+    plan = module.plan_decode(context_lens, num_kv_heads, module.padded_row_bytes(head_dim, dtype), fused=True)
+    out = fused_decode_attention(
+        qkv, cos_sin, *weights, 1e-6, num_heads, k_cache, v_cache, block_tables, context_lens, plan, scale
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
+    tolerance = dict(rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
+    torch.testing.assert_close(k_cache, expected_caches[0], **tolerance)
+    torch.testing.assert_close(v_cache, expected_caches[1], rtol=0, atol=0, equal_nan=True)
 
 
-def test_split_size_follows_the_batch() -> None:
-    """Measured best on an H200, for 8 KV heads: 64 tokens alone, 1024 in a batch of 256."""
-    assert [plan_splits(batch, 8, 4096)[0] for batch in (1, 16, 64, 256)] == [64, 128, 256, 1024]
+@pytest.mark.parametrize(
+    ("num_programs", "wave", "long", "size"),
+    [
+        (6, 1, 1024, 10),  # one program more than sequences: every sequence whole
+        (16, 1, 64, 1),  # as short as the grid allows
+        (16, 4, 1024, 3),  # one wave
+        (16, 4, 128, 2),  # one wave would be too long
+    ],
+)
+def test_a_plan_covers_every_tile_once(
+    num_programs: int, wave: int, long: int, size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_grid", lambda *_: (num_programs, wave))
+    monkeypatch.setattr(module, "LONG_PIECE", long)
+    monkeypatch.setattr(module, "LENGTHS_AT_ONCE", 4)
+    lens, tiles = [300, 0, 65, 66, 1], [5, 1, 1, 2, 1]
+    context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    plan = module.plan_decode(context_lens, 1, 64, fused=True).tolist()
+    expected = [[seq, i, -(-n // size), size] for seq, n in enumerate(tiles) for i in range(-(-n // size))]
+    assert plan[: len(expected)] == expected
+    assert all(entry[0] == -1 for entry in plan[len(expected) :])

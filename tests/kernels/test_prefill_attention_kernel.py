@@ -47,6 +47,19 @@ def page(
     return cache, block_tables
 
 
+@pytest.fixture(params=[False, True], ids=["loads", "tma"])
+def tma(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whole tiles of keys by tensor descriptors: the interpreter has them, and GPUs since Hopper."""
+    if request.param and device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("the GPU has no TMA")
+
+    def can_use_tma(q: torch.Tensor, tile_n: int, block_size: int) -> bool:
+        return request.param and q.element_size() == 2 and q.shape[2] in (16, 64, 128) and block_size % tile_n == 0
+
+    monkeypatch.setattr(module, "_can_use_tma", can_use_tma)
+    return request.param
+
+
 SHAPES = [(8, 1, 16), (4, 2, 64), (3, 1, 80), (1, 1, 128)]  # num_heads, num_kv_heads, head_dim
 
 
@@ -72,6 +85,7 @@ def test_packed_keys(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("tma")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [(*shape, block_size) for shape, block_size in zip(SHAPES, [16, 256, 48, 32], strict=True)],
@@ -108,6 +122,7 @@ def test_paged_keys_with_a_prefix(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.usefixtures("tma")
 def test_several_tiles_of_queries(dtype: torch.dtype, device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
     """Lengths around the tile sizes, and enough queries for the large tiles of 16-bit dtypes."""
     lens = [128, 129, 63, 1]

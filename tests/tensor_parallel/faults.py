@@ -8,6 +8,7 @@ import functools
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from nanovllm.engine.scheduler import Batch
 from nanovllm.utils.dist import Group
 
 real_main = workers.worker_main
-KINDS = ("raise", "kill", "stall")
+KINDS = ("raise", "kill", "stall")  # of every fault; "hang" besides
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "stall":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind == "hang":
+            time.sleep(3600)
         raise RuntimeError(f"struck in {self.when}")
 
 

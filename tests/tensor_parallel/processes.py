@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -69,9 +70,10 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+def shared_memory(pid: int | None = None) -> set[str]:
+    """Names in /dev/shm, without those that other processes' engines have there: tests run side by side."""
+    owners = {name: re.match(r"nanovllm-(\d+)-", name) for name in os.listdir("/dev/shm")}
+    return {name for name, owner in owners.items() if owner is None or int(owner[1]) == (pid or os.getpid())}
 
 
 def start_script(folder: Path, text: str, *args: str) -> subprocess.Popen:

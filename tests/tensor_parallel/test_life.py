@@ -49,7 +49,7 @@ def nothing_left():
     yield
     gc.collect()
     assert wait_until(lambda: not workers_of(os.getpid()), 10)
-    assert wait_until(lambda: shared_memory() <= names, 10)  # others on this machine may have theirs for a moment
+    assert wait_until(lambda: shared_memory() <= names, 10)
     assert torch.get_num_threads() == threads
     assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-watcher"]
 
@@ -65,8 +65,7 @@ def expected(path):
 
 def fail(path: str, monkeypatch: pytest.MonkeyPatch, fault: Fault, ranks: int = 2) -> tuple[BaseException, float]:
     """Run an engine into the fault; returns the error that comes of it and how long that took."""
-    if fault.kind == "stall":
-        monkeypatch.setattr(workers, "COLLECTIVE_TIMEOUT", timedelta(seconds=6))
+    monkeypatch.setattr(workers, "STOPPED_S", 2.0)
     faults.strike(monkeypatch, fault)
     llm = None
     with pytest.raises((RuntimeError, OSError)) as caught:
@@ -94,11 +93,11 @@ QUICK = [("decode", "raise"), ("connect", "kill")]
 )
 def test_a_fault_in_a_worker_reaches_the_caller(path, monkeypatch, when, kind):
     error, seconds = fail(path, monkeypatch, Fault(1, when, kind))
+    assert isinstance(error, WorkerError)
     if kind == "stall":
-        assert re.search("(?i)time.?out|timed out|not answered", str(error)), error
+        assert "rank 1 has been stopped" in str(error)
         assert seconds < 20
         return
-    assert isinstance(error, WorkerError)
     if kind == "raise":
         assert "rank 1 failed:" in str(error) and f"RuntimeError: struck in {when}" in str(error)
         assert "Traceback" in str(error) and "faults.py" in str(error)
@@ -106,6 +105,22 @@ def test_a_fault_in_a_worker_reaches_the_caller(path, monkeypatch, when, kind):
         assert "rank 1 died without a word, exit code -9" in str(error)
     at_start = when in ("attach", "connect", "weights", "pool")
     assert seconds < (30 if at_start else 10)  # a start takes its time to get there
+
+
+def test_a_rank_that_hangs_makes_the_others_time_out(path, monkeypatch):
+    """Its process runs, so that only the collective can tell, or the channel."""
+    monkeypatch.setattr(workers, "COLLECTIVE_TIMEOUT", timedelta(seconds=4))
+    error, seconds = fail(path, monkeypatch, Fault(1, "collective", "hang"))
+    assert re.search("(?i)time.?out|timed out|not answered", str(error)), error
+    assert seconds < 10
+
+
+def test_a_step_that_does_not_end_is_given_up(path, monkeypatch):
+    """What a GPU's kernels wait for has no timeout of its own."""
+    monkeypatch.setattr(workers, "step_timeout_s", lambda config: 3.0)
+    error, seconds = fail(path, monkeypatch, Fault(1, "decode", "hang"))
+    assert isinstance(error, WorkerError) and "a step has not ended for 3 s" in str(error)
+    assert seconds < 10
 
 
 @pytest.mark.slow
@@ -255,7 +270,7 @@ if __name__ == "__main__":
     llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=16, tensor_parallel_size=2)
     params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
     print("ready", flush=True)
-    if sys.argv[2] == "idle":
+    if sys.argv[2] in ("idle", "stopped"):
         time.sleep(60)
     if sys.argv[2] == "busy":
         while True:
@@ -290,6 +305,7 @@ if __name__ == "__main__":
         pytest.param("busy", signal.SIGINT, marks=SLOW),
         pytest.param("busy", signal.SIGTERM, marks=SLOW),
         pytest.param("idle", signal.SIGKILL, marks=SLOW),
+        pytest.param("stopped", signal.SIGKILL, marks=SLOW),
         pytest.param("idle", signal.SIGTERM, marks=SLOW),
         pytest.param("idle", signal.SIGINT, marks=SLOW),
         pytest.param("fork", signal.SIGKILL, marks=SLOW),
@@ -305,16 +321,18 @@ def test_pitfall_45_the_end_of_the_parent_is_the_end_of_all(path, tmp_path, mode
         assert script.stdout.readline() == "ready\n", script.stderr.read()
         assert wait_until(lambda: len(workers_of(script.pid)) == 1, 20)
         if mode != "start":
-            assert wait_until(lambda: shared_memory() <= names, 5)  # not even while it runs
+            assert wait_until(lambda: shared_memory(script.pid) <= names, 5)  # not even while it runs
         time.sleep(0.5)
         ranks, all_below = workers_of(script.pid), descendants(script.pid)
+        if mode == "stopped":  # which runs no code of ours any more
+            os.kill(ranks[0], signal.SIGSTOP)
         if number == signal.SIGINT:
             os.killpg(script.pid, number)  # as a terminal does it: to every process
         else:
             os.kill(script.pid, number)
         watched = ranks if mode == "fork" else all_below
         assert wait_until(lambda: not any(is_alive(pid) for pid in watched), 10)
-        assert wait_until(lambda: shared_memory() <= names, 10)
+        assert wait_until(lambda: shared_memory(script.pid) <= names, 10)
     finally:
         if mode == "fork":
             os.killpg(script.pid, signal.SIGKILL)
