@@ -65,11 +65,8 @@ def check(logits: torch.Tensor, tables: FilterTables) -> int:
 
 def measure(kind: str, num_rows: int, name: str) -> tuple[float, int]:
     """(microseconds of a launch, rows that differ from the twin)."""
-    copies = max(1, 512 // num_rows)  # 150 MB and more
-    copies = min(copies, 16) if num_rows > 1 else 400
-    many = [logits_of(kind, num_rows) for _ in range(min(copies, 4))]
-    if num_rows == 1:
-        many = list(logits_of(kind, copies).split(1))
+    # 120 MB and more.
+    many = logits_of(kind, 400).split(1) if num_rows == 1 else [logits_of(kind, num_rows) for _ in range(4)]
     rows, tables = torch.arange(num_rows, device=DEVICE), tables_of(num_rows, *FILTERS[name])
     if name == "none":
         us = time_us(lambda: [sample(x, tables.temperatures, tables.seeds, rows) for x in many], 4) / len(many)

@@ -197,7 +197,7 @@ class Extras:
         """Do once the most that a step can ask for with so many rows of logits, in the padding row."""
         row = self.tables.pad_row
         last = self.history.shape[1] - 1 if self.history is not None else 0
-        filters = Sampling(1.0, 0, 20, 0.9, 0.1, 1.0, 0.0, 0.0, {})
+        filters = Sampling(20, 0.9, 0.1, 1.0, 0.0, 0.0, {})
         all_of_it = filters._replace(repetition_penalty=1.1, logit_bias={0: 1.0})
         num_lines = len(logits) if logits is not None else row
         ids = torch.zeros(num_lines, dtype=torch.int64, device=self.device)

@@ -25,10 +25,8 @@ the most likely ones besides, in order. Ranks order by logit, and by id where lo
 
 
 class Sampling(NamedTuple):
-    """What the sampling of a request takes beyond an argmax over noise; the runner keeps it by row."""
+    """What the sampling of a request takes beyond temperature and seed; the runner keeps it by row."""
 
-    temperature: float
-    seed: int
     top_k: int  # 0: off
     top_p: float
     min_p: float
@@ -38,10 +36,8 @@ class Sampling(NamedTuple):
     logit_bias: dict[int, float]
 
     @classmethod
-    def of(cls, params: SamplingParams, seed: int) -> "Sampling":
+    def of(cls, params: SamplingParams) -> "Sampling":
         return cls(
-            params.temperature,
-            seed,
             max(params.top_k, 0),
             params.top_p,
             params.min_p,
@@ -53,8 +49,7 @@ class Sampling(NamedTuple):
 
     @property
     def has_filters(self) -> bool:
-        """Whether some tokens cannot be sampled; greedy rows take the best one, which always can."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def has_penalties(self) -> bool:
@@ -159,7 +154,7 @@ class Sequence:
         self.stop_token_ids = frozenset(params.stop_token_ids)
         self.include_stop_str_in_output = params.include_stop_str_in_output
         self.skip_special_tokens = params.skip_special_tokens
-        self.sampling = Sampling.of(params, self.seed)
+        self.sampling = Sampling.of(params)
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None  # the stop token id, or the stop text, that ended it; None at EOS
         self.num_logprobs = params.logprobs
@@ -216,7 +211,9 @@ class Sequence:
 
     def extras(self, eos_token_ids: Collection[int]) -> RowExtras | None:
         """What the sequence's row needs besides temperature and seed, given its tokens so far; None if nothing."""
-        sampling, has_filters = self.sampling, self.sampling.has_filters
+        sampling = self.sampling
+        # A greedy row takes the best token, which survives every filter.
+        has_filters = sampling.has_filters and self.temperature > 0
         banned = sorted(self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids)) if self.min_tokens else []
         banned_until = self.num_prompt_tokens + self.min_tokens if banned else 0
         plain = not (has_filters or sampling.has_penalties or sampling.logit_bias or banned)
