@@ -305,3 +305,19 @@ def test_a_row_that_goes_to_a_plain_request_has_no_extras_left(path):
         run(llm, log, PROMPTS[:3], [SamplingParams(logit_bias={1: 100.0}, frequency_penalty=2.0, logprobs=1)] * 3)
         seqs = run(llm, log, prompts, params)
         assert tokens(seqs) == expected and not any(seq.logprobs for seq in seqs)
+
+
+def test_the_warm_up_leaves_no_trace(path):
+    """What a start on a GPU runs to see how much memory the extras take, in more chunks than one."""
+    prompts = [random_prompt(length) for length in (5, 30, 40)]
+    expected = [decisive_tokens(path, prompt, MAX_TOKENS) for prompt in prompts]
+    with engine(path, max_num_seqs=3) as (llm, log), torch.inference_mode():
+        extras = llm.model_runner.extras
+        extras.rows_per_chunk = 2
+        logits = torch.randn(3, 512)
+        extras.warm_up(logits)
+        extras.compile(logits)
+        assert not extras.rows and not extras.edited and not extras.filtered
+        assert llm.model_runner.tables.temperatures[-1] == 0
+        params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS)] * 3
+        assert tokens(run(llm, log, prompts, params)) == expected

@@ -169,16 +169,7 @@ class Extras:
         if filtered or edited:
             indices, rows, positions = self._columns(filtered + [line.key for line in edited])
             if logits is not None:
-                n = len(filtered)
-                if filtered:
-                    at = indices[:n], rows[:n], positions[:n]
-                    ids[at[0]] = filtered_sample(logits, *at, self.filters)
-                for some in chunks(edited, self.rows_per_chunk):
-                    at = slice(n, n + len(some))
-                    changed = self._edited(some, rows[at], positions[at], logits[indices[at]].float())
-                    each = torch.arange(len(some), device=self.device)
-                    ids[indices[at]] = filtered_sample(changed, each, rows[at], positions[at], self.filters)
-                    n += len(some)
+                ids[indices] = self._draw(logits, indices, rows, positions, edited)
             ids = self.group.broadcast(ids)
             tokens = ids[indices]
             self.tables.last_tokens[rows] = tokens
@@ -211,6 +202,25 @@ class Extras:
             rows.clear()
 
     # ------------------------------------------------------------------ drawing
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        indices: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        edited: list[Line],
+    ) -> torch.Tensor:
+        """Token ids of some rows of the logits, of which the last ones, `edited`, are changed before."""
+        n = len(rows) - len(edited)
+        drawn = [filtered_sample(logits, indices[:n], rows[:n], positions[:n], self.filters)] if n else []
+        for some in chunks(edited, self.rows_per_chunk):
+            at = slice(n, n + len(some))
+            changed = self._edited(some, rows[at], positions[at], logits[indices[at]].float())
+            each = torch.arange(len(some), device=self.device)
+            drawn.append(filtered_sample(changed, each, rows[at], positions[at], self.filters))
+            n += len(some)
+        return torch.cat(drawn)
 
     def _edited(
         self, lines: list[Line], rows: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
