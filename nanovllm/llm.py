@@ -43,7 +43,7 @@ class LLM(LLMEngine):
         self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams], use_tqdm: bool
     ) -> list[dict[str, Any]]:
         prompts = as_prompt_list(prompts)
-        params = as_params_list(sampling_params, len(prompts))
+        params = as_params_list(sampling_params, len(prompts), self.encoder.vocab_size)
         with tqdm(total=len(prompts), desc="Tokenizing", disable=not use_tqdm, dynamic_ncols=True) as bar:
             token_ids = self.encoder.encode(prompts, on_progress=lambda _: bar.update())
             bar.reset()

@@ -29,10 +29,13 @@ def as_prompt_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     return [prompts] if prompts and isinstance(prompts[0], (int, np.integer)) else prompts
 
 
-def as_params_list(params: SamplingParams | list[SamplingParams], num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams for each prompt."""
+def as_params_list(
+    params: SamplingParams | list[SamplingParams], num_prompts: int, vocab_size: int
+) -> list[SamplingParams]:
+    """One SamplingParams for each prompt, checked once more."""
     if isinstance(params, SamplingParams):
         params.check()
+        params.check_vocab(vocab_size)
         return [params] * num_prompts
     if not isinstance(params, (list, tuple)):
         raise TypeError(
@@ -47,6 +50,7 @@ def as_params_list(params: SamplingParams | list[SamplingParams], num_prompts: i
             raise TypeError(f"sampling_params[{i}] is a {type(one).__name__}, not a SamplingParams")
     for one in {id(one): one for one in params}.values():
         one.check()
+        one.check_vocab(vocab_size)
     return list(params)
 
 

@@ -81,7 +81,7 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Check and queue one prompt, text or token ids; returns its request id."""
         with self._exclusive():
-            (params,) = as_params_list(sampling_params, 1)
+            (params,) = as_params_list(sampling_params, 1, self.encoder.vocab_size)
             (token_ids,) = self.encoder.encode([prompt])
             return self._queue(token_ids, params).seq_id
 
@@ -136,7 +136,7 @@ class LLMEngine:
             if self._workers is not None:
                 self._workers.settled()
             with deferred_interrupt():
-                outputs = self.scheduler.postprocess(batch, token_ids)
+                outputs = self.scheduler.postprocess(batch, token_ids, handle.logprobs)
                 self._in_flight.popleft()
         except BaseException as error:
             self._roll_back()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Logprobs, RowExtras, Sequence, SequenceStatus
 
 
 @dataclass(slots=True)
@@ -31,6 +31,9 @@ class Batch:
     token_ids: list[list[int]] = field(default_factory=list)  # prefill only; decode reads the runner's last_tokens
     new_rows: list[tuple[int, float, int]] = field(default_factory=list)  # (row, temperature, seed)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, index of the first, block ids)
+    new_extras: list[RowExtras] = field(default_factory=list)  # of those new rows that have any
+    # (line, how many alternatives, the tokens behind the line's first ones) where prompt log probabilities are wanted.
+    prompt_targets: list[tuple[int, int, list[int]]] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)  # the host's own; not pickled
 
     @property
@@ -46,13 +49,22 @@ class Batch:
 
     def __getstate__(self) -> tuple[object, ...]:
         """For the other ranks, every step: what a decode step does not say by itself, and nothing of the host's own."""
-        state = (self.is_prefill, self.rows, self.starts, self.new_rows, self.new_blocks)
-        return (*state, self.counts, self.samples, self.token_ids) if self.is_prefill else state
+        state = (self.is_prefill, self.rows, self.starts, self.new_rows, self.new_blocks, self.new_extras)
+        return (*state, self.counts, self.samples, self.token_ids, self.prompt_targets) if self.is_prefill else state
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        is_prefill, rows, starts, new_rows, new_blocks, *rest = state
-        counts, samples, token_ids = rest or ([1] * len(rows), [True] * len(rows), [])
-        self.__init__(is_prefill, rows, starts, counts, samples, token_ids, new_rows, new_blocks)  # type: ignore[misc]
+        is_prefill, rows, starts, new_rows, new_blocks, new_extras, *rest = state
+        counts, samples, token_ids, targets = rest or ([1] * len(rows), [True] * len(rows), [], [])
+        new = new_rows, new_blocks, new_extras
+        self.__init__(is_prefill, rows, starts, counts, samples, token_ids, *new, targets)  # type: ignore[misc]
+
+
+@dataclass(slots=True)
+class StepLogprobs:
+    """Log probabilities of a step, by line of its batch, for the lines that asked for them."""
+
+    sampled: dict[int, Logprobs] = field(default_factory=dict)
+    prompt: dict[int, list[Logprobs]] = field(default_factory=dict)  # of the tokens behind the line's first ones
 
 
 Output = tuple[Sequence, int, str | None]
@@ -108,6 +120,10 @@ class Scheduler:
             is_last_chunk = start + count == seq.num_tokens
             batch.add(seq, count, samples=is_last_chunk)
             batch.token_ids.append(seq.token_ids[start : start + count])
+            if seq.wants_prompt_logprobs:
+                targets = seq.token_ids[start + 1 : min(start + count + 1, seq.num_prompt_tokens)]
+                if targets:  # a chunk of one token may be the prompt's last, with nothing of it to come
+                    batch.prompt_targets.append((len(batch.rows) - 1, seq.num_prompt_logprobs, targets))
             seq.num_scheduled_tokens += count
             budget -= count
             # A half-prefilled sequence stays at the head, with its row and its blocks, and goes on next step.
@@ -124,6 +140,11 @@ class Scheduler:
         seq.row = self.free_rows.pop()
         batch.new_rows.append((seq.row, seq.temperature, seq.seed))
         batch.new_blocks.append((seq.row, 0, list(seq.block_table)))
+        extras = seq.extras(self.eos_token_ids)
+        if extras is not None:
+            batch.new_extras.append(extras)
+        if seq.wants_prompt_logprobs:  # what an admission that was undone has left behind comes again
+            seq.prompt_logprobs = [None]
         return True
 
     def _schedule_decode(self) -> Batch | None:
@@ -162,22 +183,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------ settle side
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Output]:
+    def postprocess(self, batch: Batch, token_ids: list[int], logprobs: StepLogprobs | None = None) -> list[Output]:
         """Commit a step: `token_ids` holds one id for each line of the batch that samples, in order."""
         outputs: list[Output] = []
         sampled = iter(token_ids)
-        for seq, start, count, samples in zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True):
+        for line, (seq, start, count, samples) in enumerate(
+            zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True)
+        ):
             token_id = next(sampled) if samples else None
             if seq.is_finished:  # it ended while this step was in flight: the token is one too many
                 continue
             seq.num_computed_tokens = start + count
             self.block_manager.register_blocks(seq, start)
+            if logprobs is not None:
+                seq.prompt_logprobs += logprobs.prompt.get(line, ())
+                if line in logprobs.sampled:
+                    seq.logprobs.append(logprobs.sampled[line])
             if token_id is None:
                 continue
             seq.append_token(token_id)
-            reason = self._finish_reason(seq)
+            reason, stop_reason = self._finish_reason(seq)
             if reason is not None:
-                self.finish(seq, reason)
+                self.finish(seq, reason, stop_reason)
             outputs.append((seq, token_id, reason))
         self.num_in_flight -= 1  # last: a step that fails in here is still in flight, and is rolled back
         return outputs
@@ -195,12 +222,15 @@ class Scheduler:
         # Two steps in flight share some sequences and not others; putting back one after the other mixes them up.
         self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.seq_id))
 
-    def _finish_reason(self, seq: Sequence) -> str | None:
+    def _finish_reason(self, seq: Sequence) -> tuple[str | None, int | None]:
+        """(finish reason, stop reason) of a sequence that has just been given a token; EOS is no stop reason."""
         if not seq.ignore_eos and seq.last_token in self.eos_token_ids:
-            return "stop"
-        return "length" if seq.num_completion_tokens >= seq.max_tokens else None
+            return "stop", None
+        if seq.last_token in seq.stop_token_ids:
+            return "stop", seq.last_token
+        return ("length" if seq.num_completion_tokens >= seq.max_tokens else None), None
 
-    def finish(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence wherever it is; the only way out, legal with a step in flight.
 
         A step in flight may still write K/V into the blocks given back here. They are not registered, and whoever
@@ -210,7 +240,7 @@ class Scheduler:
             return
         self._queue_of(seq).remove(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
         self._take_back(seq)
 
     def _queue_of(self, seq: Sequence) -> deque[Sequence]:

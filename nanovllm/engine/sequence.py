@@ -4,7 +4,9 @@ The `LLMEngine` creates a `Sequence`, the `Scheduler` moves it between its queue
 `BlockManager` owns what stands in its `block_table`. Plain Python, no torch.
 """
 
+from collections.abc import Collection
 from enum import Enum, auto
+from typing import NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,6 +17,56 @@ class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+Logprobs = list[tuple[int, float, int]]
+"""Of one position: (token id, log probability under the raw logits, rank from 1), the position's own token first, then
+the most likely ones besides, in order. Ranks order by logit, and by id where logits are equal."""
+
+
+class Sampling(NamedTuple):
+    """What the sampling of a request takes beyond temperature and seed; the runner keeps it by row."""
+
+    top_k: int  # 0: off
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Sampling":
+        return cls(
+            max(params.top_k, 0),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            dict(params.logit_bias),
+        )
+
+    @property
+    def has_filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+class RowExtras(NamedTuple):
+    """What the runner has to know about a row that asks for more than temperature and seed; sent at admission."""
+
+    row: int
+    sampling: Sampling
+    has_filters: bool
+    banned: list[int]  # ids that cannot be sampled ...
+    banned_until: int  # ... before this position; 0 if there are none
+    num_logprobs: int | None
+    num_prompt_tokens: int
+    history: list[int]  # the tokens so far, if there are penalties to count them for
 
 
 class Sequence:
@@ -47,9 +99,20 @@ class Sequence:
         "row",
         "temperature",
         "max_tokens",
+        "min_tokens",
         "ignore_eos",
         "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "sampling",
         "finish_reason",
+        "stop_reason",
+        "num_logprobs",
+        "logprobs",
+        "num_prompt_logprobs",
+        "prompt_logprobs",
     )
 
     def __init__(
@@ -62,7 +125,10 @@ class Sequence:
         block_size: int = 256,
         seed: int = 0,
     ) -> None:
-        """`max_tokens` is the request's own limit, already cut to what `max_model_len` leaves room for."""
+        """`max_tokens` is the request's own limit, already cut to what `max_model_len` leaves room for.
+
+        `seed` counts where the parameters name none.
+        """
         assert token_ids and max_tokens >= 1, (len(token_ids), max_tokens)
         self.seq_id = seq_id
         self.status = SequenceStatus.WAITING
@@ -77,11 +143,25 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the leading full blocks; grown by the BlockManager, never invalidated
         self.block_size = block_size
         self.row = -1
-        self.temperature = sampling_params.temperature
+        # Copies: the parameters are the user's, who may change them meanwhile.
+        params = sampling_params
+        self.temperature = params.temperature
         self.max_tokens = max_tokens
-        self.ignore_eos = sampling_params.ignore_eos
-        self.seed = seed
+        self.min_tokens = params.min_tokens
+        self.ignore_eos = params.ignore_eos
+        self.seed = seed if params.seed is None else params.seed
+        self.stop = tuple(params.stop)
+        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.include_stop_str_in_output = params.include_stop_str_in_output
+        self.skip_special_tokens = params.skip_special_tokens
+        self.sampling = Sampling.of(params)
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the stop token id, or the stop text, that ended it; None at EOS
+        self.num_logprobs = params.logprobs
+        self.num_prompt_logprobs = params.prompt_logprobs
+        # One entry per completion token, and per prompt token (None for the first), of those that were asked for.
+        self.logprobs: list[Logprobs] = []
+        self.prompt_logprobs: list[Logprobs | None] = []
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -123,6 +203,26 @@ class Sequence:
     def is_last_token_scheduled(self) -> bool:
         """Whether the steps launched so far already yield every token that the request may have."""
         return self.num_scheduled_tokens + 1 >= self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of the prompt's log probabilities are asked for and not there: all of it has to be computed."""
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def extras(self, eos_token_ids: Collection[int]) -> RowExtras | None:
+        """What the sequence's row needs besides temperature and seed, given its tokens so far; None if nothing."""
+        sampling = self.sampling
+        # A greedy row takes the best token, which survives every filter.
+        has_filters = sampling.has_filters and self.temperature > 0
+        banned = sorted(self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids)) if self.min_tokens else []
+        banned_until = self.num_prompt_tokens + self.min_tokens if banned else 0
+        plain = not (has_filters or sampling.has_penalties or sampling.logit_bias or banned)
+        if plain and self.num_logprobs is None:
+            return None
+        history = list(self.token_ids) if sampling.has_penalties else []
+        return RowExtras(
+            self.row, sampling, has_filters, banned, banned_until, self.num_logprobs, self.num_prompt_tokens, history
+        )
 
     def block(self, i: int) -> list[int]:
         """Token ids of block `i` (the last one may be partly filled)."""

@@ -91,9 +91,9 @@ def _decode_logits(
 ) -> Iterator[tuple[int, list[int], torch.Tensor]]:
     """Yields (t, rows, logits [rows, vocab]) of every step t; t = 0 is the prefill. Logits are rank 0's alone."""
 
-    def step(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def step(rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits = runner.decode_logits(rows, positions)
-        return rows if logits is None else logits
+        return rows if logits is None else logits, None
 
     all_rows = list(range(len(sequences)))
     first_blocks = [sum(blocks[:row]) for row in all_rows]
@@ -115,6 +115,6 @@ def _decode_logits(
         positions = [len(sequences[row][0]) + t - 1 for row in rows]
         runner.tables.last_tokens[upload(rows, torch.int64, runner.device)] = upload(tokens, torch.int64, runner.device)
         if graphs is not None:
-            yield t, rows, graphs.replay(rows, positions)
+            yield t, rows, graphs.replay(rows, positions)[0]
         else:
-            yield t, rows, step(*upload([rows, positions], torch.int64, runner.device))
+            yield t, rows, step(*upload([rows, positions], torch.int64, runner.device))[0]
