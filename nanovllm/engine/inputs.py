@@ -137,7 +137,7 @@ def render_chat(
         raise ValueError("the tokenizer has no chat template; pass chat_template=, or use generate with text")
     if add_generation_prompt and continue_final_message:
         raise ValueError(
-            "continue_final_message=True leaves the last message open, and add_generation_prompt=True begins a new one; "
+            "continue_final_message=True leaves the last message open, add_generation_prompt=True begins a new one; "
             "pass add_generation_prompt=False"
         )
     texts = []

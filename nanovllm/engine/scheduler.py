@@ -173,9 +173,9 @@ class Scheduler:
             if token_id is None:
                 continue
             seq.append_token(token_id)
-            reason = self._finish_reason(seq)
+            reason, stop_reason = self._finish_reason(seq)
             if reason is not None:
-                self.finish(seq, reason)
+                self.finish(seq, reason, stop_reason)
             outputs.append((seq, token_id, reason))
         self.num_in_flight -= 1  # last: a step that fails in here is still in flight, and is rolled back
         return outputs
@@ -193,12 +193,15 @@ class Scheduler:
         # Two steps in flight share some sequences and not others; putting back one after the other mixes them up.
         self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.seq_id))
 
-    def _finish_reason(self, seq: Sequence) -> str | None:
+    def _finish_reason(self, seq: Sequence) -> tuple[str | None, int | None]:
+        """(finish reason, stop reason) of a sequence that has just been given a token; EOS is no stop reason."""
         if not seq.ignore_eos and seq.last_token in self.eos_token_ids:
-            return "stop"
-        return "length" if seq.num_completion_tokens >= seq.max_tokens else None
+            return "stop", None
+        if seq.last_token in seq.stop_token_ids:
+            return "stop", seq.last_token
+        return ("length" if seq.num_completion_tokens >= seq.max_tokens else None), None
 
-    def finish(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence wherever it is; the only way out, legal with a step in flight.
 
         A step in flight may still write K/V into the blocks given back here. They are not registered, and whoever
@@ -208,7 +211,7 @@ class Scheduler:
             return
         self._queue_of(seq).remove(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
         self._take_back(seq)
 
     def _queue_of(self, seq: Sequence) -> deque[Sequence]:

@@ -5,6 +5,7 @@ The `LLMEngine` creates a `Sequence`, the `Scheduler` moves it between its queue
 """
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,6 +16,48 @@ class SequenceStatus(Enum):
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
+
+
+Logprobs = list[tuple[int, float, int]]
+"""Of one position: (token id, log probability under the raw logits, rank from 1), the position's own token first, then
+the most likely ones besides, in order. Ranks order by logit, and by id where logits are equal."""
+
+
+class Sampling(NamedTuple):
+    """What the sampling of a request takes beyond an argmax over noise; the runner keeps it by row."""
+
+    temperature: float
+    seed: int
+    top_k: int  # 0: off
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+
+    @classmethod
+    def of(cls, params: SamplingParams, seed: int) -> "Sampling":
+        return cls(
+            params.temperature,
+            seed,
+            max(params.top_k, 0),
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            dict(params.logit_bias),
+        )
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens cannot be sampled; greedy rows take the best one, which always can."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 class Sequence:
@@ -47,9 +90,20 @@ class Sequence:
         "row",
         "temperature",
         "max_tokens",
+        "min_tokens",
         "ignore_eos",
         "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "sampling",
         "finish_reason",
+        "stop_reason",
+        "num_logprobs",
+        "logprobs",
+        "num_prompt_logprobs",
+        "prompt_logprobs",
     )
 
     def __init__(
@@ -62,7 +116,10 @@ class Sequence:
         block_size: int = 256,
         seed: int = 0,
     ) -> None:
-        """`max_tokens` is the request's own limit, already cut to what `max_model_len` leaves room for."""
+        """`max_tokens` is the request's own limit, already cut to what `max_model_len` leaves room for.
+
+        `seed` counts where the parameters name none.
+        """
         assert token_ids and max_tokens >= 1, (len(token_ids), max_tokens)
         self.seq_id = seq_id
         self.status = SequenceStatus.WAITING
@@ -77,11 +134,25 @@ class Sequence:
         self.block_hashes: list[int] = []  # of the leading full blocks; grown by the BlockManager, never invalidated
         self.block_size = block_size
         self.row = -1
-        self.temperature = sampling_params.temperature
+        # Copies: the parameters are the user's, who may change them meanwhile.
+        params = sampling_params
+        self.temperature = params.temperature
         self.max_tokens = max_tokens
-        self.ignore_eos = sampling_params.ignore_eos
-        self.seed = seed
+        self.min_tokens = params.min_tokens
+        self.ignore_eos = params.ignore_eos
+        self.seed = seed if params.seed is None else params.seed
+        self.stop = tuple(params.stop)
+        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.include_stop_str_in_output = params.include_stop_str_in_output
+        self.skip_special_tokens = params.skip_special_tokens
+        self.sampling = Sampling.of(params, self.seed)
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None  # the stop token id, or the stop text, that ended it; None at EOS
+        self.num_logprobs = params.logprobs
+        self.num_prompt_logprobs = params.prompt_logprobs
+        # One entry per completion token, and per prompt token (None for the first), of those that were asked for.
+        self.logprobs: list[Logprobs] = []
+        self.prompt_logprobs: list[Logprobs | None] = []
 
     def __len__(self) -> int:
         return self.num_tokens
