@@ -92,7 +92,6 @@ class LLMEngine:
         self._followed: dict[int, Request] = {}  # those of `_requests` that stream or have stop strings
         self._to_abort: deque[Request] = deque()  # by anybody at any time; done between two steps
         self._counters = Counters()
-        self._settled_at = 0.0
 
     # ------------------------------------------------------------------ requests
 
@@ -150,7 +149,7 @@ class LLMEngine:
         with deferred_interrupt():
             for token_ids, text, params in batch:
                 seq = self._make_sequence(token_ids, params)
-                request = Request(seq, text, self._decodes.get(seq.skip_special_tokens), outbox, streams)
+                request = Request(seq, text, self._decodes, outbox, streams)
                 requests.append(request)
                 self._requests[seq.seq_id] = request
                 if request.is_followed:
@@ -222,6 +221,7 @@ class LLMEngine:
         becomes shareable only when settled. Without `overlap` a step is settled before the next is launched.
         """
         depth = (2 if self.config.overlap else 1) if launch else 0
+        start = perf_counter()
         try:
             self._in_step = True
             self._abort_pending()
@@ -242,7 +242,7 @@ class LLMEngine:
             with deferred_interrupt():
                 outputs = self.scheduler.postprocess(batch, token_ids)
                 self._in_flight.popleft()
-                self._note_settled(batch, outputs)
+                self._note_settled(batch, outputs, start)
         except BaseException as error:
             self._roll_back()
             if self._workers is None:
@@ -256,8 +256,6 @@ class LLMEngine:
     def _note_scheduled(self, batch: Batch) -> None:
         """Times and prefix hits of requests that start; a decode step starts none."""
         now = perf_counter()
-        if len(self._in_flight) == 1:
-            self._settled_at = now  # nothing was in flight: the step's time begins here
         for seq in batch.seqs if batch.is_prefill else ():
             request = self._requests.get(seq.seq_id)
             if request is not None and request.scheduled_at is None:
@@ -266,11 +264,10 @@ class LLMEngine:
                 self._counters.prefix_cache_queries += seq.num_prompt_tokens
                 self._counters.prefix_cache_hits += seq.num_cached_tokens
 
-    def _note_settled(self, batch: Batch, outputs: list[Output]) -> None:
+    def _note_settled(self, batch: Batch, outputs: list[Output], start: float) -> None:
         """Between commit and output: stop strings, what ended, times. Per token only where somebody asked for it."""
         now = perf_counter()
-        self._counters.count_step(batch.is_prefill, batch.num_tokens, len(outputs), now - self._settled_at)
-        self._settled_at = now
+        self._counters.count_step(batch.is_prefill, batch.num_tokens, len(outputs), now - start)
         if batch.is_prefill:
             for seq, _, _ in outputs:
                 request = self._requests[seq.seq_id]

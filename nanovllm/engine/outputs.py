@@ -4,23 +4,24 @@
 `Request.follow`, for the requests that stream or have stop strings.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from nanovllm.engine.detokenizer import Decode, Detokenizer
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Logprobs, Sequence
 
 STOP, ABORT = "stop", "abort"
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token at one position, as in vLLM."""
+    """Log-probability of one token at one position, under the model's raw logits, as in vLLM."""
 
     logprob: float
-    rank: int | None  # 1: the most likely token of the vocabulary
-    decoded_token: str | None  # None without a tokenizer
+    rank: int  # 1: the most likely token of the vocabulary
+    decoded_token: str | None  # of the token alone, so a part of a character shows as U+FFFD; None without a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +57,21 @@ class Request:
         "first_token_at",
         "finished_at",
         "_decode",
+        "_decode_one",
         "_num_followed",
         "_num_taken",
     )
 
     def __init__(
-        self, seq: Sequence, prompt: str | None, decode: Decode | None, outbox: list["Request"], streams: bool = False
+        self,
+        seq: Sequence,
+        prompt: str | None,
+        decodes: Mapping[bool, Decode],
+        outbox: list["Request"],
+        streams: bool = False,
     ) -> None:
-        """`prompt` is the text, where there is one; `decode` is None without a tokenizer."""
+        """`prompt` is the text, where there is one; `decodes`, by skip_special_tokens, is empty without a tokenizer."""
+        decode = decodes.get(seq.skip_special_tokens)
         self.seq = seq
         self.prompt = prompt
         self.outbox = outbox
@@ -77,6 +85,7 @@ class Request:
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
         self._decode = decode
+        self._decode_one = decodes.get(False)  # every token has a text, special ones too
         self._num_followed = 0  # completion tokens that the detokenizer has seen
         self._num_taken = 0  # completion tokens that a stream has handed out
 
@@ -141,13 +150,16 @@ class Request:
             "prompt": self.prompt,
             "prompt_token_ids": seq.prompt_token_ids,
             "num_cached_tokens": self.num_cached_tokens,
+            "logprobs": None if seq.num_logprobs is None else self._named(seq.logprobs),
+            "prompt_logprobs": None if seq.num_prompt_logprobs is None else self._named(seq.prompt_logprobs),
             "metrics": self.metrics(),
         }
 
     def take_delta(self, index: int) -> dict[str, Any]:
         """What `stream` yields: all that is new since the last call."""
         seq = self.seq
-        token_ids = seq.token_ids[seq.num_prompt_tokens + self._num_taken :]
+        start = self._num_taken
+        token_ids = seq.token_ids[seq.num_prompt_tokens + start :]
         self._num_taken += len(token_ids)
         return {
             "index": index,
@@ -156,4 +168,15 @@ class Request:
             "token_ids": token_ids,
             "finish_reason": seq.finish_reason,
             "stop_reason": seq.stop_reason,
+            "logprobs": None if seq.num_logprobs is None else self._named(seq.logprobs[start : start + len(token_ids)]),
         }
+
+    def _named(self, positions: list[Logprobs | None]) -> list[dict[int, Logprob] | None]:
+        """The runner's tuples as vLLM's dicts, the position's own token first."""
+        decode = self._decode_one
+        return [
+            None
+            if position is None
+            else {i: Logprob(logprob, rank, None if decode is None else decode([i])) for i, logprob, rank in position}
+            for position in positions
+        ]
