@@ -208,16 +208,15 @@ class PromptEncoder:
 
     def _unpack(self, index: int, prompt: Mapping[str, Any]) -> Any:
         """What a dict gives as the prompt: its ids if it has some (vLLM's TokensPrompt), else its text."""
-        unknown = [key for key in prompt if key not in ("prompt", "prompt_token_ids")]
-        values = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        if unknown or not values:
+        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if (ids is None and text is None) or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(repr, prompt)) or "nothing"
             raise TypeError(
                 f"prompt {index} is a dict that holds {keys}; give {{'prompt': text}} or {{'prompt_token_ids': ids}}"
             )
-        if isinstance(values[0], Mapping) or (isinstance(values[0], str) and "prompt_token_ids" in prompt):
+        if isinstance(ids, (str, Mapping)) or not isinstance(text, (str, type(None))):
             raise TypeError(f"prompt {index} must hold text under 'prompt' and ids under 'prompt_token_ids'")
-        return values[0]
+        return text if ids is None else ids
 
     def _tokenize(self, texts: dict[int, str], add_special_tokens: bool) -> Iterator[tuple[int, list[int]]]:
         indices = list(texts)

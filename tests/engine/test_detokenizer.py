@@ -99,12 +99,10 @@ LUMPS += [b"a", b" ", "你".encode(), "🦊".encode(), "é".encode(), b"\xf4\x90
 @given(data=st.data())
 def test_any_bytes(byte_level, data):
     """Bytes that are no UTF-8, in long runs too, with special tokens that are skipped in the middle of characters."""
-    ids = []
-    for lump, times in data.draw(st.lists(st.tuples(st.sampled_from([*LUMPS, None]), st.integers(1, 40)), max_size=12)):
-        ids += (
-            [byte_level.convert_tokens_to_ids("<|end|>")] if lump is None else bytes_to_ids(byte_level, lump)
-        ) * times
-    check(byte_level, ids)
+    end = [byte_level.convert_tokens_to_ids("<|end|>")]
+    lumps = st.sampled_from([*(bytes_to_ids(byte_level, lump) for lump in LUMPS), end])
+    drawn = data.draw(st.lists(st.tuples(lumps, st.integers(1, 40)), max_size=12))
+    check(byte_level, [i for lump, times in drawn for i in lump * times])
 
 
 @settings(max_examples=100, deadline=None)
@@ -187,17 +185,18 @@ def test_sentencepiece_spaces_and_bytes():
 def run(decode, ids, stop, include=False, min_tokens=0):
     """(text, stop string, number of tokens, deltas) of a completion that ends at a stop string or with its tokens."""
     detokenizer = Detokenizer(decode, stop, include, min_tokens)
-    deltas, found, n = [], None, 0
-    for n, token_id in enumerate(ids, 1):
+    deltas, found = [], None
+    for token_id in ids:
         found = detokenizer.push(token_id)
         deltas.append(detokenizer.take())
         if found is not None:
             break
-    else:
+    num_tokens = len(deltas)
+    if found is None:
         detokenizer.finish()
         deltas.append(detokenizer.take())
     assert "".join(deltas) == detokenizer.text
-    return detokenizer.text, found, n, deltas
+    return detokenizer.text, found, num_tokens, deltas
 
 
 def by_character(ids):
