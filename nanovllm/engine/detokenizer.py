@@ -4,7 +4,7 @@
 once, at its end. Both ways give the same text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ Decode = Callable[[list[int]], str]
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no UTF-8, and for a character not yet complete
 _CHAR_BYTES = 4  # of the longest UTF-8 character; a token that is not skipped has at least one byte
+_SHORT_WINDOW = 6  # tokens that are decoded faster than the window is moved
 _LONGEST_WINDOW = 32
 _KEPT_TOKENS = 16
 
@@ -64,10 +65,11 @@ class IncrementalDecoder:
         if not text.endswith(REPLACEMENT):
             self._num_held_ids = 0
             new = text[self._num_shown :]
-            del self._ids[: self._num_shown_ids]
+            if len(self._ids) > _SHORT_WINDOW:
+                del self._ids[: self._num_shown_ids]
+                self._text = text = self._decode(self._ids)
             self._num_shown_ids = len(self._ids)
-            self._text = self._decode(self._ids)
-            self._num_shown = len(self._text)
+            self._num_shown = len(text)
             return new
         self._num_held_ids += 1
         end = len(text.rstrip(REPLACEMENT))
@@ -105,11 +107,11 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Decode, stop: list[str] | None = None, include_stop_str: bool = False, min_tokens: int = 0
+        self, decode: Decode, stop: Sequence[str] = (), include_stop_str: bool = False, min_tokens: int = 0
     ) -> None:
         """A stop string counts if it is complete behind `min_tokens` tokens; `include_stop_str` leaves it in."""
         self._decoder = IncrementalDecoder(decode)
-        self._stop = stop or []
+        self._stop = stop
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -120,9 +122,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str | None:
         """Add one token; returns the stop string that it completed, behind which the text is cut."""
         self._num_tokens += 1
-        return self._append(self._decoder.push(token_id))
-
-    def _append(self, new: str) -> str | None:
+        new = self._decoder.push(token_id)
+        if not new:
+            return None
         if not self._stop:
             self._pieces.append(new)
             return None
@@ -133,7 +135,7 @@ class Detokenizer:
             self._held = ""
             return stop
         # A stop string that is completed later begins in what is held here, so nothing before it is searched again.
-        split = len(text) - max(partial_match(text, stop) for stop in self._stop)
+        split = len(text) - max([partial_match(text, stop) for stop in self._stop])
         self._pieces.append(text[:split])
         self._held = text[split:]
         return None
@@ -172,7 +174,9 @@ class Detokenizer:
 
 def partial_match(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(stop[0], start + 1)
     return 0
