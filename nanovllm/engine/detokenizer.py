@@ -112,6 +112,7 @@ class Detokenizer:
         """A stop string counts if it is complete behind `min_tokens` tokens; `include_stop_str` leaves it in."""
         self._decoder = IncrementalDecoder(decode)
         self._stop = stop
+        self._stop_chars = set("".join(stop))
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -135,7 +136,9 @@ class Detokenizer:
             self._held = ""
             return stop
         # A stop string that is completed later begins in what is held here, so nothing before it is searched again.
-        split = len(text) - max([partial_match(text, stop) for stop in self._stop])
+        split = len(text)
+        if text[-1] in self._stop_chars:
+            split -= max(partial_match(text, stop) for stop in self._stop)
         self._pieces.append(text[:split])
         self._held = text[split:]
         return None
@@ -147,6 +150,8 @@ class Detokenizer:
         """
         matches = []
         for order, stop in enumerate(self._stop):
+            if stop not in text:
+                continue
             start = text.find(stop, max(0, num_old - len(stop) + 1))
             if start >= 0:
                 matches.append((start + len(stop), order, start, stop))
