@@ -95,8 +95,8 @@ def observe(llm: LLM) -> Recording:
             log.steps.append(Step(batch.is_prefill, seq_ids, list(batch.starts), list(batch.counts), running))
         return batch
 
-    def recorded_postprocess(batch: Batch, token_ids: list[int]) -> list[Output]:
-        outputs = postprocess(batch, token_ids)
+    def recorded_postprocess(batch: Batch, *results: object) -> list[Output]:
+        outputs = postprocess(batch, *results)
         scheduler.check_invariants()
         return outputs
 

@@ -91,9 +91,10 @@ class BlockManager:
     def cached_prefix(self, seq: Sequence) -> list[int]:
         """Ids of the blocks that hold the start of `seq`, in order.
 
-        At most `(len - 1) // block_size` of them: the last token is always computed, since its logits are wanted.
+        At most `(len - 1) // block_size` of them: the last token is always computed, since its logits are wanted. None
+        if the logits of the whole prompt are.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.wants_prompt_logprobs:
             return []
         found: list[int] = []
         parent_id = ROOT

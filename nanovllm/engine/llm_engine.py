@@ -240,7 +240,7 @@ class LLMEngine:
             batch, handle = self._in_flight[0]
             token_ids = handle.wait()
             with deferred_interrupt():
-                outputs = self.scheduler.postprocess(batch, token_ids)
+                outputs = self.scheduler.postprocess(batch, token_ids, handle.logprobs)
                 self._in_flight.popleft()
                 self._note_settled(batch, outputs, start)
         except BaseException as error:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Iterator
 from time import perf_counter
 
 import numpy as np
@@ -17,9 +18,11 @@ import torch
 from nanovllm.backends import select_backends
 from nanovllm.config import Config
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.extras import Extras, PendingLogprobs, collect
 from nanovllm.engine.row_tables import DecodeInputs, RowTables, upload
-from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.scheduler import Batch, StepLogprobs
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.logits import RawLogprobs, raw_logprobs
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.registry import get_model_class
 from nanovllm.utils.context import Context, reset_context, set_context
@@ -35,23 +38,31 @@ LONG_CHUNK = 300  # long enough for the kernels' configurations for long chunks
 _default_dtype_lock = threading.Lock()
 
 
-class StepHandle:
-    """The sampled ids of a launched step, on their way to the host."""
+def start_download(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host that is complete once the stream has come this far."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
-    def __init__(self, ids: torch.Tensor) -> None:
+
+class StepHandle:
+    """The sampled ids of a launched step, and the log probabilities that were asked for, on their way to the host."""
+
+    def __init__(self, ids: torch.Tensor, pending: list[PendingLogprobs]) -> None:
+        # Buffers of their own: a graph's output is overwritten by the next replay, which these copies precede.
+        self._ids = start_download(ids)
+        self._pending = [p._replace(raw=RawLogprobs(*map(start_download, p.raw))) for p in pending]
         self._event = None
-        self._ids = ids
         if ids.is_cuda:
-            # A buffer of its own: the graph's output is overwritten by the next replay, which this copy precedes.
-            self._ids = torch.empty(ids.shape, dtype=ids.dtype, device="cpu", pin_memory=True)
-            self._ids.copy_(ids, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+        self.logprobs: StepLogprobs | None = None  # there after `wait`, if any were asked for
 
     def wait(self) -> list[int]:
         """Block until the step is done; one id for each line of the batch that samples."""
         if self._event is not None:
             self._event.synchronize()
+        self.logprobs = collect(self._pending)
         return self._ids.tolist()
 
 
@@ -93,6 +104,7 @@ class ModelRunner:
         # Decode never takes more rows than the token budget, see Scheduler.
         self.max_num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.tables = RowTables(self.max_num_rows, -(-self.max_model_len // self.block_size), self.device)
+        self.extras = Extras(self.tables, config.model_config.vocab_size, self.max_model_len, group)
         self.kv_cache: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
         use_graphs = self.device.type == "cuda" and not config.enforce_eager and self.decode_backend.supports_cuda_graph
@@ -158,6 +170,7 @@ class ModelRunner:
         context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
         logits = self.compute_logits(input_ids, positions, context)
         self._sample(logits, rows, self.tables.temperatures[rows], self.tables.seeds[rows], rows, all_greedy=False)
+        self.extras.warm_up(logits)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.empty_cache()
@@ -173,8 +186,8 @@ class ModelRunner:
     def _compile(self) -> None:
         """Run every kernel variant that a later step may need once, so that nothing is compiled in the middle of work.
 
-        Variants: short and long chunks, keys in the step or in the cache, and each number of rows that has kernels of
-        its own. Block 0 is written, and holds nothing yet.
+        The samplers' have run in the warm-up. Variants: short and long chunks, keys in the step or in the cache, and
+        each number of rows that has kernels of its own. Block 0 is written, and holds nothing yet.
         """
         from nanovllm.kernels.small_linear import MAX_ROWS
 
@@ -251,13 +264,15 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         """Queue one step on the device and return at once."""
         self.tables.update(batch)
+        self.extras.update(batch)
+        pending: list[PendingLogprobs] = []
         if batch.is_prefill:
-            ids = self._launch_prefill(batch)
+            ids, logits, pending = self._launch_prefill(batch)
         elif self.graphs is not None and self.graphs.size_for(len(batch.rows)) is not None:
-            ids = self.graphs.replay(batch.rows, batch.starts)
+            ids, logits = self.graphs.replay(batch.rows, batch.starts)
         else:
-            ids = self._decode(*self.prepare_decode(batch), all_greedy=self.tables.all_greedy(batch.rows))
-        return StepHandle(ids)
+            ids, logits = self._decode(*self.prepare_decode(batch), all_greedy=self.tables.all_greedy(batch.rows))
+        return StepHandle(ids, pending + self.extras.apply(batch, ids, logits))
 
     def run(self, batch: Batch) -> list[int]:
         """Compute one step; one sampled id for each line of the batch that samples."""
@@ -290,27 +305,47 @@ class ModelRunner:
             context.block_tables = self.tables.block_tables[upload(rows, torch.int64, self.device), :width]
         return input_ids, device_positions, context
 
-    def _launch_prefill(self, batch: Batch) -> torch.Tensor:
-        logits = self.compute_logits(*self.prepare_prefill(batch))
+    def _launch_prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, list[PendingLogprobs]]:
+        input_ids, positions, context = self.prepare_prefill(batch)
+        hidden_states = self._forward(input_ids, positions, context)
+        logits = self._project(hidden_states, context)
+        pending = [p for target in batch.prompt_targets for p in self._prompt_logprobs(hidden_states, batch, *target)]
         lines = [i for i, samples in enumerate(batch.samples) if samples]
         rows = [batch.rows[i] for i in lines]
         ends = [batch.starts[i] + batch.counts[i] for i in lines]
         device_rows, device_ends = upload([rows, ends], torch.int64, self.device)
         tables = self.tables
         temperatures, seeds = tables.temperatures[device_rows], tables.seeds[device_rows]
-        return self._sample(logits, device_rows, temperatures, seeds, device_ends, tables.all_greedy(rows))
+        ids = self._sample(logits, device_rows, temperatures, seeds, device_ends, tables.all_greedy(rows))
+        return ids, logits, pending
+
+    def _prompt_logprobs(
+        self, hidden_states: torch.Tensor, batch: Batch, line: int, num_top: int, targets: list[int]
+    ) -> Iterator[PendingLogprobs]:
+        """Log probabilities of `targets` behind the first tokens of a line; logits only of a few rows at a time."""
+        first = sum(batch.counts[:line])
+        for start in range(0, len(targets), self.extras.rows_per_chunk):
+            some = targets[start : start + self.extras.rows_per_chunk]
+            rows = torch.arange(first + start, first + start + len(some), device=self.device)
+            logits = self._project(hidden_states, Context(logits_indices=rows))
+            if logits is not None:
+                raw = raw_logprobs(logits.float(), upload(some, torch.int64, self.device), num_top)
+                yield PendingLogprobs(True, [line] * len(some), [num_top] * len(some), raw)
 
     def prepare_decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions [B]: all that a decode step needs from the host."""
         rows, positions = upload([batch.rows, batch.starts], torch.int64, self.device)
         return rows, positions
 
-    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool = False) -> torch.Tensor:
-        """One decode step, rows and positions [B] -> ids [B]. Captured as it stands by the CUDA graphs."""
+    def _decode(
+        self, rows: torch.Tensor, positions: torch.Tensor, all_greedy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One decode step, rows and positions [B] -> ids [B], logits [B, vocab]. Captured as it stands by graphs."""
         inputs = self.tables.decode_inputs(rows, positions, self.block_size)
         logits = self._decode_logits(inputs)
         # The new token stands right behind the context.
-        return self._sample(logits, rows, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
+        ids = self._sample(logits, rows, inputs.temperatures, inputs.seeds, inputs.context_lens, all_greedy)
+        return ids, logits
 
     @torch.inference_mode()
     def decode_logits(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -352,15 +387,27 @@ class ModelRunner:
     @torch.inference_mode()
     def compute_logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor | None:
         """One forward pass; on rank 0 the logits [S, vocab] of the rows that the context names."""
+        return self._project(self._forward(input_ids, positions, context), context)
+
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        """Hidden states [T, hidden]."""
         set_context(context)
         try:
-            return self.model.compute_logits(self.model(input_ids, positions))
+            return self.model(input_ids, positions)
+        finally:
+            reset_context()
+
+    def _project(self, hidden_states: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """Logits [S, vocab] of the rows that the context names, on rank 0."""
+        set_context(context)
+        try:
+            return self.model.compute_logits(hidden_states)
         finally:
             reset_context()
 
     def exit(self) -> None:
         """Give back the device memory. May be called twice, and on a half-built runner."""
-        for name in ("graphs", "kv_cache", "tables", "model", "attention_layers"):
+        for name in ("graphs", "kv_cache", "tables", "extras", "model", "attention_layers"):
             setattr(self, name, None)
         gc.collect()
         if torch.cuda.is_initialized():

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.sequence import Logprobs, RowExtras, Sequence, SequenceStatus
 
 
 @dataclass(slots=True)
@@ -30,6 +30,9 @@ class Batch:
     token_ids: list[list[int]] = field(default_factory=list)  # prefill only; decode reads the runner's last_tokens
     new_rows: list[tuple[int, float, int]] = field(default_factory=list)  # (row, temperature, seed)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, index of the first, block ids)
+    new_extras: list[RowExtras] = field(default_factory=list)  # of those new rows that have any
+    # (line, how many alternatives, the tokens behind the line's first ones) where prompt log probabilities are wanted.
+    prompt_targets: list[tuple[int, int, list[int]]] = field(default_factory=list)
     seqs: list[Sequence] = field(default_factory=list)  # the host's own; not pickled
 
     @property
@@ -47,10 +50,20 @@ class Batch:
         return (self.is_prefill, self.rows, self.starts, self.counts, self.samples, self.token_ids) + (
             self.new_rows,
             self.new_blocks,
+            self.new_extras,
+            self.prompt_targets,
         )
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
+
+
+@dataclass(slots=True)
+class StepLogprobs:
+    """Log probabilities of a step, by line of its batch, for the lines that asked for them."""
+
+    sampled: dict[int, Logprobs] = field(default_factory=dict)
+    prompt: dict[int, list[Logprobs]] = field(default_factory=dict)  # of the tokens behind the line's first ones
 
 
 Output = tuple[Sequence, int, str | None]
@@ -106,6 +119,9 @@ class Scheduler:
             is_last_chunk = start + count == seq.num_tokens
             batch.add(seq, count, samples=is_last_chunk)
             batch.token_ids.append(seq.token_ids[start : start + count])
+            if seq.wants_prompt_logprobs:
+                targets = seq.token_ids[start + 1 : min(start + count + 1, seq.num_prompt_tokens)]
+                batch.prompt_targets.append((len(batch.rows) - 1, seq.num_prompt_logprobs, targets))
             seq.num_scheduled_tokens += count
             budget -= count
             # A half-prefilled sequence stays at the head, with its row and its blocks, and goes on next step.
@@ -122,6 +138,11 @@ class Scheduler:
         seq.row = self.free_rows.pop()
         batch.new_rows.append((seq.row, seq.temperature, seq.seed))
         batch.new_blocks.append((seq.row, 0, list(seq.block_table)))
+        extras = seq.extras(self.eos_token_ids)
+        if extras is not None:
+            batch.new_extras.append(extras)
+        if seq.wants_prompt_logprobs:  # what an admission that was undone has left behind comes again
+            seq.prompt_logprobs = [None]
         return True
 
     def _schedule_decode(self) -> Batch | None:
@@ -160,16 +181,22 @@ class Scheduler:
 
     # ------------------------------------------------------------------ settle side
 
-    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Output]:
+    def postprocess(self, batch: Batch, token_ids: list[int], logprobs: StepLogprobs | None = None) -> list[Output]:
         """Commit a step: `token_ids` holds one id for each line of the batch that samples, in order."""
         outputs: list[Output] = []
         sampled = iter(token_ids)
-        for seq, start, count, samples in zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True):
+        for line, (seq, start, count, samples) in enumerate(
+            zip(batch.seqs, batch.starts, batch.counts, batch.samples, strict=True)
+        ):
             token_id = next(sampled) if samples else None
             if seq.is_finished:  # it ended while this step was in flight: the token is one too many
                 continue
             seq.num_computed_tokens = start + count
             self.block_manager.register_blocks(seq, start)
+            if logprobs is not None:
+                seq.prompt_logprobs += logprobs.prompt.get(line, ())
+                if line in logprobs.sampled:
+                    seq.logprobs.append(logprobs.sampled[line])
             if token_id is None:
                 continue
             seq.append_token(token_id)

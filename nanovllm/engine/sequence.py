@@ -4,6 +4,7 @@ The `LLMEngine` creates a `Sequence`, the `Scheduler` moves it between its queue
 `BlockManager` owns what stands in its `block_table`. Plain Python, no torch.
 """
 
+from collections.abc import Collection
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -58,6 +59,18 @@ class Sampling(NamedTuple):
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+class RowExtras(NamedTuple):
+    """What the runner has to know about a row that asks for more than temperature and seed; sent at admission."""
+
+    row: int
+    sampling: Sampling
+    banned: list[int]  # ids that cannot be sampled ...
+    banned_until: int  # ... before this position
+    num_logprobs: int | None
+    num_prompt_tokens: int
+    history: list[int]  # the tokens so far, if there are penalties to count them for
 
 
 class Sequence:
@@ -194,6 +207,23 @@ class Sequence:
     def is_last_token_scheduled(self) -> bool:
         """Whether the steps launched so far already yield every token that the request may have."""
         return self.num_scheduled_tokens + 1 >= self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of the prompt's log probabilities are asked for and not there: all of it has to be computed."""
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def extras(self, eos_token_ids: Collection[int]) -> RowExtras | None:
+        """What the sequence's row needs besides temperature and seed, given its tokens so far; None if nothing."""
+        sampling, banned = self.sampling, []
+        banned_until = self.num_prompt_tokens + self.min_tokens
+        if self.num_tokens < banned_until:
+            banned = sorted(self.stop_token_ids | (set() if self.ignore_eos else set(eos_token_ids)))
+        plain = not (sampling.has_filters or sampling.has_penalties or sampling.logit_bias or banned)
+        if plain and self.num_logprobs is None:
+            return None
+        history = list(self.token_ids) if sampling.has_penalties else []
+        return RowExtras(self.row, sampling, banned, banned_until, self.num_logprobs, self.num_prompt_tokens, history)
 
     def block(self, i: int) -> list[int]:
         """Token ids of block `i` (the last one may be partly filled)."""

@@ -88,7 +88,9 @@ def _decode_logits(
 
     graphs = None
     if runner.graphs is not None:
-        graphs = DecodeGraphs(runner.decode_logits, len(sequences), runner.tables.pad_row, runner.device)
+        graphs = DecodeGraphs(
+            lambda *inputs: (runner.decode_logits(*inputs), None), len(sequences), runner.tables.pad_row, runner.device
+        )
         graphs.capture([len(sequences)])
     for t in range(1, max(len(completion) for _, completion in sequences)):
         rows = [row for row in all_rows if t < len(sequences[row][1])]
@@ -96,6 +98,6 @@ def _decode_logits(
         positions = [len(sequences[row][0]) + t - 1 for row in rows]
         runner.tables.last_tokens[upload(rows, torch.int64, runner.device)] = upload(tokens, torch.int64, runner.device)
         if graphs is not None:
-            yield t, rows, graphs.replay(rows, positions)
+            yield t, rows, graphs.replay(rows, positions)[0]
         else:
             yield t, rows, runner.decode_logits(*upload([rows, positions], torch.int64, runner.device))

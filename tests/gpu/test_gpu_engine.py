@@ -133,9 +133,10 @@ def test_graphs_and_eager_give_the_same_bits(make_llm: Callable[..., LLM], backe
     runner = llm.model_runner
     for num_seqs, size in ((1, 1), (3, 4), (9, 16), (40, 48)):
         positions = fill_rows(llm, random_prompts(num_seqs, 1, 900, seed=num_seqs))
-        graphs = DecodeGraphs(runner.decode_logits, size, runner.tables.pad_row, runner.device)
+        step = lambda *inputs: (runner.decode_logits(*inputs), None)  # noqa: E731
+        graphs = DecodeGraphs(step, size, runner.tables.pad_row, runner.device)
         graphs.capture([size])
-        replayed = graphs.replay(list(range(num_seqs)), positions).clone()
+        replayed = graphs.replay(list(range(num_seqs)), positions)[0].clone()
         pad = size - num_seqs
         rows = list(range(num_seqs)) + [runner.tables.pad_row] * pad
         eager = runner.decode_logits(*upload([rows, positions + [-1] * pad], torch.int64, runner.device))[:num_seqs]
