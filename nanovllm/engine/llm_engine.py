@@ -203,15 +203,20 @@ class LLMEngine:
             while num_left:
                 num_tokens = 0
                 if not outbox:  # else something else has driven the engine meanwhile
-                    with self._exclusive():
-                        _, num_tokens = self._advance()
+                    try:
+                        with self._exclusive():
+                            _, num_tokens = self._advance()
+                    except BaseException:
+                        self._in_step = False  # an interrupt may have struck where `_advance` was about to say so
+                        raise
                 assert num_tokens or outbox, "nothing can run, and something is left to do"
                 news = list(dict.fromkeys(outbox))
                 outbox.clear()
                 num_left -= sum(request.seq.is_finished for request in news)
                 yield news, num_tokens
         finally:
-            self._abort([request for request in requests if not request.seq.is_finished])
+            with deferred_interrupt():
+                self._abort([request for request in requests if not request.seq.is_finished])
 
     def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
         """Launch step N, then settle step N-1 while the device works: the one loop body behind `step` and `_run`.
