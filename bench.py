@@ -3,6 +3,7 @@
     python bench.py                      random weights on Qwen3-0.6B's shapes; nothing is downloaded
     python bench.py --model PATH         a real checkpoint
     python bench.py --model-shape 8b --num-seqs 1 --input-len 128 --output-len 512 --temperature 0
+    python bench.py --temperature 0.6 --top-k 20 --top-p 0.95     what Qwen3 recommends
 
 The default workload: 256 prompts of 100 to 1024 random tokens, 100 to 1024 new tokens each, all queued at once. After
 the timed run a few of its sequences are fed through the torch backend; a run whose logits differ does not count.
@@ -182,11 +183,11 @@ def plot(steps: list[Step], path: str, title: str) -> None:
 
 
 def run(
-    llm: RecordingLLM, workload: Workload, temperature: float, use_tqdm: bool = False
+    llm: RecordingLLM, workload: Workload, sampling: dict[str, float], use_tqdm: bool = False
 ) -> tuple[float, list[list[int]]]:
-    """Seconds, and the completions."""
+    """Seconds, and the completions. `sampling`: fields of SamplingParams."""
     prompts, lengths = workload
-    params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for n in lengths]
+    params = [SamplingParams(**sampling, max_tokens=n, ignore_eos=True) for n in lengths]
     llm.reset_prefix_cache()
     llm.record()
     start = time.perf_counter()
@@ -248,6 +249,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, help="tokens of every prompt; default: random, 100 to 1024")
     parser.add_argument("--output-len", type=int, help="new tokens of every prompt; default: random, 100 to 1024")
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--top-k", type=int, default=0, help="0: off, the default; Qwen3's own setting is 20")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1: off, the default; Qwen3's own setting is 0.95")
+    parser.add_argument("--min-p", type=float, default=0.0, help="0: off, the default")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -296,14 +300,15 @@ def main() -> None:
         )
     print(f"Started in {time.perf_counter() - start:.1f}s")
     vocab_size = llm.config.model_config.vocab_size
+    sampling = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p)
     warm_up_len = min(args.output_len or 32, 32)
-    run(llm, make_workload(1, num_seqs, args.input_len, warm_up_len, longest, vocab_size), args.temperature)
+    run(llm, make_workload(1, num_seqs, args.input_len, warm_up_len, longest, vocab_size), sampling)
 
     workload = make_workload(0, num_seqs, args.input_len, args.output_len, longest, vocab_size)
     num_tokens = sum(workload[1])
     times, completions = [], []
     for _ in range(args.repeats):
-        seconds, completions = run(llm, workload, args.temperature, use_tqdm=sys.stderr.isatty())
+        seconds, completions = run(llm, workload, sampling, use_tqdm=sys.stderr.isatty())
         times.append(seconds)
         print(f"Total: {num_tokens}tok, Time: {seconds:.2f}s, Throughput: {num_tokens / seconds:.2f}tok/s")
     median = statistics.median(times)
@@ -328,6 +333,7 @@ def main() -> None:
         result = environment(llm) | {
             "model": args.model or f"random weights, {shape} shapes",
             "num_seqs": num_seqs,
+            "sampling": sampling,
             "prompt_tokens": sum(map(len, workload[0])),
             "tokens": num_tokens,
             "seconds": round(median, 4),

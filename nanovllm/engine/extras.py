@@ -12,12 +12,13 @@ the one instance of its rank.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from nanovllm.engine.row_tables import RowTables, upload
 from nanovllm.engine.scheduler import Batch, StepLogprobs
 from nanovllm.engine.sequence import Logprobs, RowExtras, Sampling
-from nanovllm.layers.filters import FilteredRows, filtered_sample, log_min_p
+from nanovllm.layers.filters import FilterTables, filtered_sample, log_min_p
 from nanovllm.layers.logits import RawLogprobs, add_biases, apply_penalties, raw_logprobs
 from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.dist import Group
@@ -37,20 +38,16 @@ class Line(NamedTuple):
     extras: RowExtras
 
     @property
+    def key(self) -> tuple[int, int, int]:
+        return self.index, self.extras.row, self.position
+
+    @property
     def biases(self) -> dict[int, float]:
         """What is added to logits by token id; a banned token gets minus infinity."""
         bias, extras = self.extras.sampling.logit_bias, self.extras
-        if self.position >= extras.banned_until or not extras.banned:
+        if self.position >= extras.banned_until:
             return bias
         return bias | dict.fromkeys(extras.banned, float("-inf"))
-
-    @property
-    def is_edited(self) -> bool:
-        return self.extras.sampling.has_penalties or bool(self.biases)
-
-    @property
-    def is_drawn_anew(self) -> bool:
-        return self.is_edited or self.extras.sampling.has_filters
 
 
 class PendingLogprobs(NamedTuple):
@@ -93,90 +90,125 @@ class Extras:
         self.device = tables.device
         self.vocab_size = vocab_size
         self.rows_per_chunk = max(CHUNK_ELEMENTS // vocab_size, 1)
-        self.rows: dict[int, RowExtras] = {}  # an entry stays until its row goes to somebody else
+        # Entries stay until their rows go to somebody else. Rows of `edited` have penalties or biases; rows of
+        # `filtered` have filters and nothing else, so that a step need not look at their entries.
+        self.rows: dict[int, RowExtras] = {}
+        self.edited: set[int] = set()
+        self.filtered: set[int] = set()
+        num_rows = tables.pad_row + 1
+        self.filters = FilterTables(
+            tables.seeds,
+            tables.temperatures,
+            top_ks=torch.zeros(num_rows, dtype=torch.int32, device=self.device),
+            top_ps=torch.ones(num_rows, dtype=torch.float32, device=self.device),
+            log_min_ps=torch.full((num_rows,), log_min_p(0), dtype=torch.float32, device=self.device),
+        )
         # [rows, max_model_len] int32. A penalised row's tokens: the known ones come at admission, the sampled ones are
         # added as they are drawn, so that a step may be launched before the host has seen them.
         self.history: torch.Tensor | None = None
         if group.rank == 0:
-            shape = (tables.pad_row + 1, max_model_len)
-            self.history = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.history = torch.zeros((num_rows, max_model_len), dtype=torch.int32, device=self.device)
 
     def update(self, batch: Batch) -> None:
         """Enter the batch's new rows."""
         if self.rows:
             for row, *_ in batch.new_rows:
                 self.rows.pop(row, None)
-        for extras in batch.new_extras:
+                self.edited.discard(row)
+                self.filtered.discard(row)
+        if batch.new_extras:
+            self._enter(batch.new_extras)
+
+    def _enter(self, new: list[RowExtras]) -> None:
+        for extras in new:
             self.rows[extras.row] = extras
+            if extras.sampling.has_penalties or extras.sampling.logit_bias:
+                self.edited.add(extras.row)
+            elif not extras.banned and extras.num_logprobs is None:
+                self.filtered.add(extras.row)
             if self.history is not None and extras.history:
                 self.history[extras.row, : len(extras.history)] = upload(extras.history, torch.int32, self.device)
+        rows = upload([extras.row for extras in new], torch.int64, self.device)
+        of = [extras.sampling for extras in new]
+        top_ks = [s.top_k if s.top_k < self.vocab_size else 0 for s in of]
+        self.filters.top_ks[rows] = upload(top_ks, torch.int32, self.device)
+        self.filters.top_ps[rows] = upload([s.top_p for s in of], torch.float32, self.device)
+        self.filters.log_min_ps[rows] = upload([log_min_p(s.min_p) for s in of], torch.float32, self.device)
 
     def apply(self, batch: Batch, ids: torch.Tensor, logits: torch.Tensor | None) -> list[PendingLogprobs]:
         """Draw again where a row asks for it: `ids` [S] and the last tokens in the tables are overwritten.
 
         `logits` [S or more, vocab] are the step's, on rank 0. Returns the log probabilities that were asked for.
         """
-        lines = self._lines_of(batch) if self.rows else []
-        return self.apply_to(lines, ids, logits) if lines else []
-
-    def _lines_of(self, batch: Batch) -> list[Line]:
-        lines, index = [], 0
-        for line, row in enumerate(batch.rows):
-            if batch.samples[line]:
-                extras = self.rows.get(row)
-                if extras is not None:
-                    lines.append(Line(line, index, batch.starts[line] + batch.counts[line], extras))
+        if not self.rows:
+            return []
+        filtered: list[tuple[int, int, int]] = []
+        lines: list[Line] = []
+        index = 0
+        for line, (row, start, count, samples) in enumerate(
+            zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True)
+        ):
+            if samples:
+                if row in self.filtered:
+                    filtered.append((index, row, start + count))
+                elif row in self.rows:
+                    lines.append(Line(line, index, start + count, self.rows[row]))
                 index += 1
-        return lines
+        return self.apply_to(filtered, lines, ids, logits) if filtered or lines else []
 
-    def apply_to(self, lines: list[Line], ids: torch.Tensor, logits: torch.Tensor | None) -> list[PendingLogprobs]:
-        """`apply` for given lines."""
-        drawn = [line for line in lines if line.is_drawn_anew]
-        if drawn:
+    def apply_to(
+        self, filtered: list[tuple[int, int, int]], lines: list[Line], ids: torch.Tensor, logits: torch.Tensor | None
+    ) -> list[PendingLogprobs]:
+        """`apply` to rows that are filtered, as (index, row, position), and to lines that may ask for anything."""
+        edited: list[Line] = []
+        for line in lines:
+            if line.extras.row in self.edited or line.position < line.extras.banned_until:
+                edited.append(line)
+            elif line.extras.has_filters:
+                filtered.append(line.key)
+        if filtered or edited:
+            indices, rows, positions = self._columns(filtered + [line.key for line in edited])
             if logits is not None:
-                self._draw(drawn, ids, logits)
+                n = len(filtered)
+                if filtered:
+                    at = indices[:n], rows[:n], positions[:n]
+                    ids[at[0]] = filtered_sample(logits, *at, self.filters)
+                for some in chunks(edited, self.rows_per_chunk):
+                    at = slice(n, n + len(some))
+                    changed = self._edited(some, rows[at], positions[at], logits[indices[at]].float())
+                    each = torch.arange(len(some), device=self.device)
+                    ids[indices[at]] = filtered_sample(changed, each, rows[at], positions[at], self.filters)
+                    n += len(some)
             ids = self.group.broadcast(ids)
-            indices, rows, positions = self._columns([(x.index, x.extras.row, x.position) for x in drawn])
-            self.tables.last_tokens[rows] = ids[indices]
-            if self.history is not None and any(line.extras.sampling.has_penalties for line in drawn):
-                self.history[rows, positions] = ids[indices].int()
+            tokens = ids[indices]
+            self.tables.last_tokens[rows] = tokens
+            if self.history is not None and edited:
+                self.history[rows, positions] = tokens.int()
         wanted = [line for line in lines if line.extras.num_logprobs is not None]
         return self._logprobs(wanted, ids, logits) if logits is not None else []
 
     def warm_up(self, logits: torch.Tensor | None) -> None:
         """Do once the most that a step can ask for with so many rows of logits, in the padding row."""
-        row, last = self.tables.pad_row, self.history.shape[1] - 1 if self.history is not None else 0
+        row = self.tables.pad_row
+        last = self.history.shape[1] - 1 if self.history is not None else 0
         filters = Sampling(1.0, 0, 20, 0.9, 0.1, 1.0, 0.0, 0.0, {})
         all_of_it = filters._replace(repetition_penalty=1.1, logit_bias={0: 1.0})
-        num_lines = len(logits) if logits is not None else self.tables.pad_row
+        num_lines = len(logits) if logits is not None else row
         ids = torch.zeros(num_lines, dtype=torch.int64, device=self.device)
+        self.tables.temperatures[row] = 1.0
         for sampling in (filters, all_of_it):
-            extras = RowExtras(row, sampling, [0], 0, MAX_LOGPROBS, 1, [])
-            self.apply_to([Line(i, i, last, extras) for i in range(num_lines)], ids, logits)
+            extras = RowExtras(row, sampling, True, [], 0, MAX_LOGPROBS, 1, [])
+            self._enter([extras])
+            self.apply_to([], [Line(i, i, last, extras) for i in range(num_lines)], ids, logits)
+        self.tables.temperatures[row] = 0.0
+        for rows in (self.rows, self.edited, self.filtered):
+            rows.clear()
 
     # ------------------------------------------------------------------ drawing
 
-    def _draw(self, lines: list[Line], ids: torch.Tensor, logits: torch.Tensor) -> None:
-        as_they_are = [line for line in lines if not line.is_edited]
-        if as_they_are:
-            rows = self._filtered_rows(as_they_are, [line.index for line in as_they_are])
-            ids[rows.lines] = filtered_sample(logits, rows)
-        for some in chunks([line for line in lines if line.is_edited], self.rows_per_chunk):
-            (indices,) = self._columns([(line.index,) for line in some])
-            edited = self._edited(some, logits[indices].float())
-            ids[indices] = filtered_sample(edited, self._filtered_rows(some, range(len(some))))
-
-    def _filtered_rows(self, lines: list[Line], indices: Iterable[int]) -> FilteredRows:
-        """The lines' parameters on the device; `indices` are their rows of the logits."""
-        of = [line.extras.sampling for line in lines]
-        ints = [
-            (i, s.seed, x.position, s.top_k if s.top_k < self.vocab_size else 0)
-            for i, x, s in zip(indices, lines, of, strict=False)
-        ]
-        floats = [(s.temperature, s.top_p, log_min_p(s.min_p)) for s in of]
-        return FilteredRows(*self._columns(ints), *self._columns(floats, torch.float32))
-
-    def _edited(self, lines: list[Line], logits: torch.Tensor) -> torch.Tensor:
+    def _edited(
+        self, lines: list[Line], rows: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
         """`logits` [N, vocab] float32 of the lines, changed in place by biases, bans and penalties."""
         cells = [(i * self.vocab_size + t, bias) for i, x in enumerate(lines) for t, bias in x.biases.items()]
         if cells:
@@ -184,16 +216,15 @@ class Extras:
             add_biases(logits, *(upload(places, torch.int64, self.device), upload(biases, torch.float32, self.device)))
         of = [line.extras.sampling for line in lines]
         if any(s.has_penalties for s in of):  # the others have penalties of no effect, whatever their history holds
-            counts = [(x.extras.row, x.position, x.extras.num_prompt_tokens) for x in lines]
-            rows, lengths, prompt_lengths = self._columns(counts)
+            prompt_lengths = upload([line.extras.num_prompt_tokens for line in lines], torch.int64, self.device)
             penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in of]
             history = self.history[rows, : max(line.position for line in lines)]
-            apply_penalties(logits, history, lengths, prompt_lengths, *self._columns(penalties, torch.float32))
+            apply_penalties(logits, history, positions, prompt_lengths, *self._columns(penalties, torch.float32))
         return logits
 
     def _columns(self, rows: list[tuple[float, ...]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Rows of numbers as columns on the device, in one copy: [len(rows[0]), len(rows)]."""
-        return upload(list(zip(*rows, strict=True)), dtype, self.device)
+        return upload(np.ascontiguousarray(np.array(rows).T), dtype, self.device)
 
     # ------------------------------------------------------------------ log probabilities
 

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
 from time import perf_counter
 
 import numpy as np
@@ -309,7 +308,7 @@ class ModelRunner:
         input_ids, positions, context = self.prepare_prefill(batch)
         hidden_states = self._forward(input_ids, positions, context)
         logits = self._project(hidden_states, context)
-        pending = [p for target in batch.prompt_targets for p in self._prompt_logprobs(hidden_states, batch, *target)]
+        pending = [self._prompt_logprobs(hidden_states, batch, *target) for target in batch.prompt_targets]
         lines = [i for i, samples in enumerate(batch.samples) if samples]
         rows = [batch.rows[i] for i in lines]
         ends = [batch.starts[i] + batch.counts[i] for i in lines]
@@ -317,20 +316,27 @@ class ModelRunner:
         tables = self.tables
         temperatures, seeds = tables.temperatures[device_rows], tables.seeds[device_rows]
         ids = self._sample(logits, device_rows, temperatures, seeds, device_ends, tables.all_greedy(rows))
-        return ids, logits, pending
+        return ids, logits, pending if logits is not None else []
 
     def _prompt_logprobs(
         self, hidden_states: torch.Tensor, batch: Batch, line: int, num_top: int, targets: list[int]
-    ) -> Iterator[PendingLogprobs]:
-        """Log probabilities of `targets` behind the first tokens of a line; logits only of a few rows at a time."""
+    ) -> PendingLogprobs | None:
+        """Log probabilities of `targets` behind the first tokens of a line, on rank 0.
+
+        In chunks of rows, so that the logits of all of a long prompt never exist at once.
+        """
         first = sum(batch.counts[:line])
+        parts: list[RawLogprobs] = []
         for start in range(0, len(targets), self.extras.rows_per_chunk):
             some = targets[start : start + self.extras.rows_per_chunk]
             rows = torch.arange(first + start, first + start + len(some), device=self.device)
             logits = self._project(hidden_states, Context(logits_indices=rows))
             if logits is not None:
-                raw = raw_logprobs(logits.float(), upload(some, torch.int64, self.device), num_top)
-                yield PendingLogprobs(True, [line] * len(some), [num_top] * len(some), raw)
+                parts.append(raw_logprobs(logits.float(), upload(some, torch.int64, self.device), num_top))
+        if not parts:
+            return None
+        raw = RawLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+        return PendingLogprobs(True, [line] * len(targets), [num_top] * len(targets), raw)
 
     def prepare_decode(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows and positions [B]: all that a decode step needs from the host."""

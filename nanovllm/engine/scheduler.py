@@ -121,7 +121,8 @@ class Scheduler:
             batch.token_ids.append(seq.token_ids[start : start + count])
             if seq.wants_prompt_logprobs:
                 targets = seq.token_ids[start + 1 : min(start + count + 1, seq.num_prompt_tokens)]
-                batch.prompt_targets.append((len(batch.rows) - 1, seq.num_prompt_logprobs, targets))
+                if targets:  # a chunk of one token may be the prompt's last, with nothing of it to come
+                    batch.prompt_targets.append((len(batch.rows) - 1, seq.num_prompt_logprobs, targets))
             seq.num_scheduled_tokens += count
             budget -= count
             # A half-prefilled sequence stays at the head, with its row and its blocks, and goes on next step.

@@ -66,8 +66,9 @@ class RowExtras(NamedTuple):
 
     row: int
     sampling: Sampling
+    has_filters: bool
     banned: list[int]  # ids that cannot be sampled ...
-    banned_until: int  # ... before this position
+    banned_until: int  # ... before this position; 0 if there are none
     num_logprobs: int | None
     num_prompt_tokens: int
     history: list[int]  # the tokens so far, if there are penalties to count them for
@@ -215,15 +216,16 @@ class Sequence:
 
     def extras(self, eos_token_ids: Collection[int]) -> RowExtras | None:
         """What the sequence's row needs besides temperature and seed, given its tokens so far; None if nothing."""
-        sampling, banned = self.sampling, []
-        banned_until = self.num_prompt_tokens + self.min_tokens
-        if self.num_tokens < banned_until:
-            banned = sorted(self.stop_token_ids | (set() if self.ignore_eos else set(eos_token_ids)))
-        plain = not (sampling.has_filters or sampling.has_penalties or sampling.logit_bias or banned)
+        sampling, has_filters = self.sampling, self.sampling.has_filters
+        banned = sorted(self.stop_token_ids.union(() if self.ignore_eos else eos_token_ids)) if self.min_tokens else []
+        banned_until = self.num_prompt_tokens + self.min_tokens if banned else 0
+        plain = not (has_filters or sampling.has_penalties or sampling.logit_bias or banned)
         if plain and self.num_logprobs is None:
             return None
         history = list(self.token_ids) if sampling.has_penalties else []
-        return RowExtras(self.row, sampling, banned, banned_until, self.num_logprobs, self.num_prompt_tokens, history)
+        return RowExtras(
+            self.row, sampling, has_filters, banned, banned_until, self.num_logprobs, self.num_prompt_tokens, history
+        )
 
     def block(self, i: int) -> list[int]:
         """Token ids of block `i` (the last one may be partly filled)."""

@@ -115,24 +115,20 @@ def _measure(ptr, n, value, top, scale, BLOCK: tl.constexpr, STAGES: tl.constexp
     return tl.sum(count, axis=0), tl.sum(mass, axis=0), tl.sum(equal, axis=0)
 
 
-# Where a row's parameters lie, and how many rows there are, must not make another compiled kernel.
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "out_ptr", "lines_ptr", "seeds_ptr", "positions_ptr", "top_ks_ptr", "temperatures_ptr", "top_ps_ptr",
-        "log_min_ps_ptr",
-    ]
-)  # fmt: skip
+# Where the columns of one small upload lie must not make another compiled kernel.
+@triton.jit(do_not_specialize_on_alignment=["lines_ptr", "rows_ptr", "positions_ptr"])
 def _filtered_sample_kernel(
     out_ptr,  # [N] int64
     scratch_ptr,  # [N, CAPACITY] of the logits' dtype
     logits_ptr,  # [B, V]
     lines_ptr,  # [N] int64
-    seeds_ptr,  # [N] int64
+    rows_ptr,  # [N] int64
     positions_ptr,  # [N] int64
-    top_ks_ptr,  # [N] int64, 0: off
-    temperatures_ptr,  # [N] float32
-    top_ps_ptr,  # [N] float32
-    log_min_ps_ptr,  # [N] float32
+    seeds_ptr,  # [rows] int64
+    temperatures_ptr,  # [rows] float32
+    top_ks_ptr,  # [rows] int32, 0: off
+    top_ps_ptr,  # [rows] float32
+    log_min_ps_ptr,  # [rows] float32
     logits_stride,
     V,
     CAPACITY: tl.constexpr,
@@ -143,12 +139,12 @@ def _filtered_sample_kernel(
     APPROX: tl.constexpr,
 ):
     i = tl.program_id(0)
-    line = tl.load(lines_ptr + i)
+    line, row = tl.load(lines_ptr + i), tl.load(rows_ptr + i)
     row_ptr = logits_ptr + line * logits_stride
-    temperature = tl.load(temperatures_ptr + i)
-    top_k = tl.load(top_ks_ptr + i).to(tl.int32)
-    top_p = tl.load(top_ps_ptr + i)
-    log_min_p = tl.load(log_min_ps_ptr + i)
+    temperature = tl.load(temperatures_ptr + row)
+    top_k = tl.load(top_ks_ptr + row)
+    top_p = tl.load(top_ps_ptr + row)
+    log_min_p = tl.load(log_min_ps_ptr + row)
     lane = tl.arange(0, BLOCK)
 
     floor = tl.full([], float("-inf"), tl.float32)
@@ -217,7 +213,7 @@ def _filtered_sample_kernel(
                     ties = tl.where(nucleus > cut, more, tl.minimum(more, ties))
                     cut = nucleus
 
-    seed, position = tl.load(seeds_ptr + i), tl.load(positions_ptr + i)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + i)
     seen = tl.full([], 0, tl.int32)  # tokens of lower ids that have the logit `cut`
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.full([BLOCK], 0, tl.int32)
@@ -247,20 +243,22 @@ def _filtered_sample_kernel(
 def filtered_sample(
     logits: torch.Tensor,
     lines: torch.Tensor,
-    seeds: torch.Tensor,
+    rows: torch.Tensor,
     positions: torch.Tensor,
-    top_ks: torch.Tensor,
+    seeds: torch.Tensor,
     temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
     top_ps: torch.Tensor,
     log_min_ps: torch.Tensor,
 ) -> torch.Tensor:
     """One token id for each of N rows of the logits, [N] int64.
 
-    logits [B, V] of any float dtype, rows may be strided; lines [N] int64: which rows; the rest as in
-    `layers.filters.filtered_sample`. NaN logits never win; the id is always in range.
+    logits [B, V] of any float dtype, rows may be strided; the rest as in `layers.filters.filtered_sample` and its
+    tables. NaN logits never win; the id is always in range.
     """
     num_lines, vocab_size = len(lines), logits.shape[1]
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
+    assert lines.is_contiguous() and rows.is_contiguous() and positions.is_contiguous()
     scratch = torch.empty((num_lines, CAPACITY), dtype=logits.dtype, device=logits.device)
     out = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     _filtered_sample_kernel[(num_lines,)](
@@ -268,10 +266,11 @@ def filtered_sample(
         scratch,
         logits,
         lines,
-        seeds,
+        rows,
         positions,
-        top_ks,
+        seeds,
         temperatures,
+        top_ks,
         top_ps,
         log_min_ps,
         logits.stride(0),

@@ -24,14 +24,12 @@ from nanovllm.layers.sampler import exponential_noise
 MAX_SCALE = 1e30  # of 1 / temperature, so that a logit's distance of 0 stays 0
 
 
-class FilteredRows(NamedTuple):
-    """N rows of a step's logits and how each is sampled. All [N], on the logits' device."""
+class FilterTables(NamedTuple):
+    """How each row of the runner's tables is sampled. All [rows], on the logits' device."""
 
-    lines: torch.Tensor  # int64, which row of the logits
     seeds: torch.Tensor  # int64
-    positions: torch.Tensor  # int64, of the token to be sampled
-    top_ks: torch.Tensor  # int64, 0: off
     temperatures: torch.Tensor  # float32, 0: greedy
+    top_ks: torch.Tensor  # int32, 0: off
     top_ps: torch.Tensor  # float32, 1: off
     log_min_ps: torch.Tensor  # float32, -inf: off
 
@@ -40,29 +38,37 @@ def log_min_p(min_p: float) -> float:
     return math.log(min_p) if min_p > 0 else -math.inf
 
 
-def filtered_sample(logits: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
-    """Token ids [N] int64 from logits [B, vocab]."""
+def filtered_sample(
+    logits: torch.Tensor, lines: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: FilterTables
+) -> torch.Tensor:
+    """Token ids [N] int64 for N rows of logits [B, vocab].
+
+    lines, rows, positions [N] int64: which row of the logits, which row of the tables, and the position of the token to
+    be sampled in its sequence.
+    """
     if logits.is_cuda:
         from nanovllm.kernels import filtered_sample as kernel
 
-        return kernel.filtered_sample(logits, *rows)
-    return filtered_sample_plain(logits, rows)
+        return kernel.filtered_sample(logits, lines, rows, positions, *tables)
+    return filtered_sample_plain(logits, lines, rows, positions, tables)
 
 
-def filtered_sample_plain(logits: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
+def filtered_sample_plain(
+    logits: torch.Tensor, lines: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, tables: FilterTables
+) -> torch.Tensor:
     """The plain form, on any device."""
-    logits = logits[rows.lines].float()
+    logits = logits[lines].float()
     logits = logits.masked_fill(logits.isnan(), -math.inf)
-    temperatures = rows.temperatures.unsqueeze(1)
+    seeds, temperatures = tables.seeds[rows], tables.temperatures[rows].unsqueeze(1)
     is_greedy = temperatures == 0
-    noise = exponential_noise(rows.seeds, rows.positions, logits.shape[-1]).log()
+    noise = exponential_noise(seeds, positions, logits.shape[-1]).log()
     scores = torch.where(is_greedy, logits, logits - temperatures * noise)
-    return scores.masked_fill(~(survivors(logits, rows) | is_greedy), -math.inf).argmax(dim=-1)
+    return scores.masked_fill(~(survivors(logits, rows, tables) | is_greedy), -math.inf).argmax(dim=-1)
 
 
-def survivors(logits: torch.Tensor, rows: FilteredRows) -> torch.Tensor:
+def survivors(logits: torch.Tensor, rows: torch.Tensor, tables: FilterTables) -> torch.Tensor:
     """Which tokens of each row may be sampled, [N, vocab] bool, from the float32 logits of these rows [N, vocab]."""
-    top_ks, temperatures, top_ps, log_min_ps = (column.unsqueeze(1) for column in rows[3:])
+    temperatures, top_ks, top_ps, log_min_ps = (column[rows].unsqueeze(1) for column in tables[1:])
     values, token_ids = logits.sort(dim=-1, descending=True, stable=True)  # equal logits stay in the order of ids
     best, place = values[:, :1], torch.arange(logits.shape[1], device=logits.device)
     kept = values >= best + temperatures * log_min_ps

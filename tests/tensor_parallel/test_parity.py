@@ -83,15 +83,29 @@ def test_greedy_equals_transformers(case, name, ranks):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sampling_is_the_same_on_any_number_of_ranks(case, ranks):
     path, prompts, _ = case("odd_vocabulary")
-    params = [SamplingParams(temperature=t, max_tokens=MAX_TOKENS, ignore_eos=True) for t in (0, 0.3, 0.7, 1, 1, 2)]
+    plain = [{"temperature": t} for t in (0, 0.3, 0.7, 1, 1, 2)]
+    extras = [
+        {"top_k": 10, "seed": 3},
+        {"top_p": 0.7, "logprobs": 2},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 4},
+        {"logit_bias": {5: 3.0}, "stop_token_ids": list(range(9)), "min_tokens": 7},
+        {"temperature": 0, "presence_penalty": 1.0, "prompt_logprobs": 2},
+        {},
+    ]
+    params = [SamplingParams(**({"max_tokens": MAX_TOKENS, "ignore_eos": True} | one)) for one in plain + extras]
 
-    def sampled(ranks: int) -> list[list[int]]:
-        with engine(path, tensor_parallel_size=ranks, seed=7, **SMALL_POOL) as (llm, _):
-            return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    def sampled(ranks: int) -> tuple[list[list[int]], list[list[tuple[int, int]]]]:
+        """Completions, and ids and ranks of all log probabilities."""
+        with engine(path, tensor_parallel_size=ranks, seed=7, **SMALL_POOL) as (llm, log):
+            llm.generate(prompts * 2, params, use_tqdm=False)
+            assert llm.scheduler.num_preemptions > 0
+        entries = [entry for seq in log.seqs for entry in seq.logprobs + seq.prompt_logprobs[1:]]
+        return [seq.completion_token_ids for seq in log.seqs], [[(i, r) for i, _, r in entry] for entry in entries]
 
     alone = sampled(1)
     assert sampled(ranks) == alone
-    assert len({tuple(ids) for ids in alone}) == len(alone)
+    assert len({tuple(ids) for ids in alone[0]}) == len(params)
+    assert len(alone[1]) == MAX_TOKENS + len(prompts[4]) - 1
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
