@@ -9,12 +9,12 @@ A beginning of the order is fixed by three numbers: the least logit kept at all 
 1. One pass takes the largest logit, and BLOCK maxima over every BLOCK-th logit. The k-th largest of these maxima is a
    lower bound of the k-th largest logit, and a close one.
 2. Without top_k: a logit is out if the whole vocabulary, were it as small, had less mass than top_p leaves out.
-3. Logits that reach the bound are copied to a scratch row, in order. It mostly holds some dozens. Where they are too
-   many (flat logits, and top_p alone) the search goes over the whole row instead, which is slower and just as exact.
+3. Logits that reach the bound are copied to a scratch row with their ids, in order; mostly they are some dozens. Where
+   they are too many (flat logits, and top_p alone) the next steps go over the whole row, slower and just as exact.
 4. `cut` is found by search, for top_k on counts and then for top_p on masses: a pass compares with three values that
    divide the bracket in four. The bracket is one of integers that order like the floats they stand for, so it ends at
    one distinct logit after at most half as many passes as the dtype has bits.
-5. A last pass over the row gives the survivors their noise and takes the best.
+5. A last pass gives the survivors their noise and takes the best.
 
 Masses are float32, summed in an order that depends on neither the batch nor the device's schedule.
 """
@@ -120,6 +120,7 @@ def _measure(ptr, n, value, top, scale, BLOCK: tl.constexpr, STAGES: tl.constexp
 def _filtered_sample_kernel(
     out_ptr,  # [N] int64
     scratch_ptr,  # [N, CAPACITY] of the logits' dtype
+    scratch_ids_ptr,  # [N, CAPACITY] int32
     logits_ptr,  # [B, V]
     lines_ptr,  # [N] int64
     rows_ptr,  # [N] int64
@@ -146,7 +147,12 @@ def _filtered_sample_kernel(
     top_p = tl.load(top_ps_ptr + row)
     log_min_p = tl.load(log_min_ps_ptr + row)
     lane = tl.arange(0, BLOCK)
+    own_ptr = scratch_ptr + i.to(tl.int64) * CAPACITY
+    own_ids_ptr = scratch_ids_ptr + i.to(tl.int64) * CAPACITY
 
+    # Where the candidates are.
+    source, size = row_ptr, tl.full([], 0, tl.int32) + V
+    is_copied = tl.full([], 0, tl.int32)
     floor = tl.full([], float("-inf"), tl.float32)
     cut = floor
     ties = tl.full([], MANY, tl.int32)
@@ -160,7 +166,6 @@ def _filtered_sample_kernel(
             floor = top + temperature * log_min_p
             cut = floor
             if (top_k > 0) | (top_p < 1.0):
-                own_ptr = scratch_ptr + i.to(tl.int64) * CAPACITY
                 total = tl.full([], 0.0, tl.float32)
                 if top_k > 0:
                     if top_k <= BLOCK:
@@ -188,12 +193,15 @@ def _filtered_sample_kernel(
                     if (found > 0) & (num + found <= CAPACITY):
                         place = num + tl.cumsum(is_candidate.to(tl.int32), axis=0) - 1
                         tl.store(own_ptr + place, x.to(own_ptr.dtype.element_ty), mask=is_candidate)
+                        tl.store(own_ids_ptr + place, start + lane, mask=is_candidate)
                     num += found
+                if num <= CAPACITY:
+                    # Up to a multiple of 16, which lets the passes load 16 bytes at a time.
+                    end = num + tl.arange(0, 16)
+                    tl.store(own_ptr + end, float("-inf"), mask=end < CAPACITY)
+                    source, size = own_ptr, (num + 15) // 16 * 16
+                    is_copied += 1
                 tl.debug_barrier()
-                source = own_ptr
-                if num > CAPACITY:
-                    source = row_ptr
-                size = tl.where(num > CAPACITY, V, num)
 
                 cut = floor
                 if (top_k > 0) & (num > top_k):
@@ -217,9 +225,11 @@ def _filtered_sample_kernel(
     seen = tl.full([], 0, tl.int32)  # tokens of lower ids that have the logit `cut`
     best_score = tl.full([BLOCK], float("-inf"), tl.float32)
     best_token = tl.full([BLOCK], 0, tl.int32)
-    for start in range(0, V, BLOCK):
-        x = _load(row_ptr, start, V, BLOCK)
+    for start in range(0, size, BLOCK):
+        x = _load(source, start, size, BLOCK)
         token = start + lane
+        if is_copied > 0:
+            token = tl.load(own_ids_ptr + token, mask=token < size, other=V)
         survives = (x > cut) & (x >= floor)
         is_tie = (x == cut) & (x >= floor)
         found = tl.sum(is_tie.to(tl.int32), axis=0)
@@ -260,10 +270,12 @@ def filtered_sample(
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
     assert lines.is_contiguous() and rows.is_contiguous() and positions.is_contiguous()
     scratch = torch.empty((num_lines, CAPACITY), dtype=logits.dtype, device=logits.device)
+    scratch_ids = torch.empty((num_lines, CAPACITY), dtype=torch.int32, device=logits.device)
     out = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     _filtered_sample_kernel[(num_lines,)](
         out,
         scratch,
+        scratch_ids,
         logits,
         lines,
         rows,

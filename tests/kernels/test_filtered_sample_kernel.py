@@ -90,7 +90,10 @@ def test_the_kernel_equals_its_plain_twin(
     vocab_size = 2 * BLOCK + 3
     logits = logits_of(kind, len(FILTERS), vocab_size + 5, dtype, randn)[:, :vocab_size]  # strided rows
     rows = rows_of(FILTERS, device)
-    assert draw(logits, rows) == filtered_sample_plain(logits, *rows).tolist()
+    drawn = draw(logits, rows)
+    assert drawn == filtered_sample_plain(logits, *rows).tolist()
+    for row, one, token_id in zip(logits.float().cpu().numpy(), FILTERS, drawn, strict=True):
+        assert token_id in reference_survivors(row, *one)[1]
 
 
 @pytest.mark.parametrize("one", [(1.0, 2, 1.0, 0.0), (0.5, 0, 0.3, 0.0), (0.7, 6, 0.5, 0.2)], ids=str)
