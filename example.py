@@ -29,13 +29,11 @@ def main() -> None:
     args = parser.parse_args()
 
     llm = LLM(args.model)
-    prompts = [
-        llm.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
-        for question in args.questions
-    ]
-    outputs = llm.generate(prompts, SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens))
+    outputs = llm.chat(
+        [[{"role": "user", "content": question}] for question in args.questions],
+        SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens),
+        chat_template_kwargs={"enable_thinking": False},
+    )
     for question, output in zip(args.questions, outputs, strict=True):
         print(f"\nPrompt: {question}\nCompletion: {output['text']}")
 

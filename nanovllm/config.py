@@ -156,8 +156,12 @@ class Config:
             )
 
 
-def config_from_kwargs(model: str, kwargs: dict[str, object]) -> Config:
+def config_from_kwargs(model: str | None, kwargs: dict[str, object]) -> Config:
     """`Config(model, **kwargs)`, where an unknown keyword raises TypeError that names the nearest field."""
+    if model is None:
+        given = next((name for name in kwargs if "model" in name and name != "max_model_len"), None)
+        instead = f", not {given}=" if given else ""
+        raise TypeError(f"LLM() needs a model: LLM('path/to/a/directory'), LLM('org/name') or LLM(model=...){instead}")
     known = [f.name for f in fields(Config) if f.init and f.name != "model"]
     for name in kwargs:
         if name not in known:

@@ -1,15 +1,16 @@
-"""`LLM`, what users import: prompts in, completions out."""
+"""`LLM`, what users import: prompts or conversations in, completions out, whole or as they grow."""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from time import perf_counter
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.inputs import Prompt, as_params_list, as_prompt_list
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.inputs import Message, Prompt, as_prompt_list, render_chat
+from nanovllm.engine.llm_engine import LLMEngine, Prepared
+from nanovllm.engine.outputs import Request
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.interrupts import deferred_interrupt
 
 
 class LLM(LLMEngine):
@@ -17,74 +18,132 @@ class LLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams],
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[dict[str, Any]]:
         """Complete all prompts, batched as memory allows.
 
         Args:
-            prompts: a string or a list of token ids, or a list of these.
-            sampling_params: one for all prompts, or a list with one for each.
+            prompts: a string, token ids (any flat sequence of integers), `{"prompt": text}`,
+                `{"prompt_token_ids": ids}`, or a list of these.
+            sampling_params: one for all prompts, or a list with one for each. None: `get_default_sampling_params()`.
             use_tqdm: show a progress bar with prefill and decode tokens per second.
 
         Returns:
-            One dict per prompt, in prompt order: `text` (without special tokens), `token_ids` (EOS included) and
-            `finish_reason` ("stop" at EOS, "length" at max_tokens or max_model_len).
+            One dict per prompt, in prompt order:
+            - `text`: without special tokens, unless `skip_special_tokens=False`; cut at a stop string.
+            - `token_ids`: all of them, with EOS, a stop token, or those that hold the stop string.
+            - `finish_reason`: "stop" (EOS, a stop token or a stop string), "length" (max_tokens or max_model_len) or
+              "abort"; `stop_reason`: the stop token's id or the stop string, None at EOS.
+            - `prompt` (text, None if it was ids) and `prompt_token_ids`; `num_cached_tokens` of them came from the
+              prefix cache.
+            - `logprobs` and `prompt_logprobs`, if asked for, else None: for each token a dict of token id to `Logprob`.
+            - `metrics`: `RequestMetrics`, times in seconds.
 
         Raises:
             TypeError, ValueError: a prompt or parameter that cannot be honoured, by its index; nothing of the call is
                 queued then.
+            RuntimeError: the engine has exited, or another thread is using it.
+        """
+        return self._generate(as_prompt_list(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Answer one conversation, a list of `{"role": ..., "content": ...}`, or each of a list of conversations.
+
+        Args:
+            messages, sampling_params, use_tqdm: as for `generate`.
+            chat_template: a Jinja template to use in place of the tokenizer's.
+            add_generation_prompt: end the prompt with the beginning of an assistant's turn.
+            continue_final_message: leave the last message open, for the model to go on with.
+            tools: JSON schemas of functions, for templates that know what to do with them.
+            chat_template_kwargs: further variables of the template, such as `{"enable_thinking": False}`.
+
+        Returns and raises what `generate` does; the dicts' `prompt` is the text that the template made.
+        """
+        prompts = render_chat(
+            self.tokenizer,
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Complete all prompts as `generate` does, and yield what is new of each one after every step.
+
+        A delta is a dict with the `index` of its prompt, its `request_id` (for `abort`), new `text` and `token_ids`,
+        `finish_reason` and `stop_reason` (None until the last delta of that prompt), and `logprobs` of the new tokens
+        if asked for. Text comes in whole characters and never holds a part of a stop string, so it may be "" for a few
+        tokens; joined, it is exactly `generate`'s text.
+
+        Mistakes are raised by the call itself, as by `generate`; work starts with the first delta. Leaving the loop
+        aborts what is left. Between two deltas the engine may be used freely: `abort`, `add_request`, `generate`, even
+        another stream.
         """
         with self._exclusive():
-            return self._generate(prompts, sampling_params, use_tqdm)
+            prepared = self._prepare(as_prompt_list(prompts), sampling_params)
+        return self._deltas(prepared)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> Iterator[dict[str, Any]]:
+        """`stream` for conversations; `template_options` are the keywords of `chat`, from `chat_template` on."""
+        prompts = render_chat(self.tokenizer, messages, **template_options)
+        with self._exclusive():
+            prepared = self._prepare(prompts, sampling_params, add_special_tokens=False)
+        return self._deltas(prepared)
 
     def _generate(
-        self, prompts: Prompt | list[Prompt], sampling_params: SamplingParams | list[SamplingParams], use_tqdm: bool
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        add_special_tokens: bool = True,
     ) -> list[dict[str, Any]]:
-        prompts = as_prompt_list(prompts)
-        params = as_params_list(sampling_params, len(prompts), self.encoder.vocab_size)
-        with tqdm(total=len(prompts), desc="Tokenizing", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            token_ids = self.encoder.encode(prompts, on_progress=lambda _: bar.update())
+        requests: list[Request] = []
+        with (
+            self._exclusive(),
+            tqdm(total=len(prompts), desc="Tokenizing", disable=not use_tqdm, dynamic_ncols=True) as bar,
+        ):
+            prepared = self._prepare(prompts, sampling_params, add_special_tokens, lambda _: bar.update())
             bar.reset()
             bar.set_description("Generating")
-            seqs: list[Sequence] = []
-            try:
-                with deferred_interrupt():
-                    for ids, one in zip(token_ids, params, strict=True):
-                        seqs.append(self._queue(ids, one))
-                self._run_until_finished(seqs, bar)
-            finally:
-                self._forget(seqs)
-        return [self._result(seq) for seq in seqs]
+            tokens = {"Prefill": 0, "Decode": 0}
+            start = perf_counter()
+            with closing(self._run(prepared, requests)) as steps:
+                for ended, num_tokens in steps:
+                    # Averages over the call so far: with a step in flight the time of a single one says little.
+                    tokens["Prefill" if num_tokens > 0 else "Decode"] += abs(num_tokens)
+                    elapsed = perf_counter() - start
+                    bar.set_postfix({p: f"{n / elapsed:.0f}tok/s" for p, n in tokens.items()}, refresh=False)
+                    bar.update(len(ended))
+        return [request.result() for request in requests]
 
-    def _run_until_finished(self, seqs: list[Sequence], bar: tqdm) -> None:
-        own = {seq.seq_id for seq in seqs}
-        tokens = {"Prefill": 0, "Decode": 0}
-        start = perf_counter()
-        while own or self._in_flight:
-            # When all have ended, the step still in flight is settled and no other is launched.
-            outputs, num_tokens = self._advance(launch=bool(own))
-            assert num_tokens or not own, "nothing can run, and something is left to do"
-            # Averages over the call so far: with a step in flight the time of a single one says little.
-            tokens["Prefill" if num_tokens > 0 else "Decode"] += abs(num_tokens)
-            elapsed = perf_counter() - start
-            bar.set_postfix({p: f"{n / elapsed:.0f}tok/s" for p, n in tokens.items()}, refresh=False)
-            for seq, _, reason in outputs:
-                if reason is not None and seq.seq_id in own:
-                    own.remove(seq.seq_id)
-                    bar.update()
-
-    def _forget(self, seqs: list[Sequence]) -> None:
-        """Leave nothing of the call to `step` or to the next call, not even after an interrupt or a failure."""
-        self._roll_back()
-        with deferred_interrupt():
-            for seq in seqs:
-                self.scheduler.finish(seq, "abort")
-            own = {seq.seq_id for seq in seqs}
-            self._unreported = [(seq_id, ids) for seq_id, ids in self._unreported if seq_id not in own]
-
-    def _result(self, seq: Sequence) -> dict[str, Any]:
-        ids = seq.completion_token_ids
-        text = "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
-        return {"text": text, "token_ids": ids, "finish_reason": seq.finish_reason}
+    def _deltas(self, prepared: list[Prepared]) -> Iterator[dict[str, Any]]:
+        requests: list[Request] = []
+        with closing(self._run(prepared, requests, streams=True)) as steps:
+            for updated, _ in steps:
+                for request in updated:
+                    yield request.take_delta(request.seq.seq_id - requests[0].seq.seq_id)

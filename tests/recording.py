@@ -148,3 +148,8 @@ def greedy(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[list[int
     """Greedy completions of all prompts, in one call; no EOS ends them."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def answers(outputs: list[dict[str, object]]) -> list[tuple[object, ...]]:
+    """What `generate` answered, without what depends on the cache and on how the prompt was given."""
+    return [(output["text"], output["token_ids"], output["finish_reason"]) for output in outputs]

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from tests.recording import answers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPTS = [[i, i + 1, 2 * i] * (3 + 4 * i) for i in range(1, 8)]
@@ -25,13 +27,13 @@ def build(path: str, **kwargs: object) -> LLM:
 
 def test_two_engines_compute_side_by_side_in_two_threads(tiny_model: Callable[..., str]) -> None:
     engines = [build(tiny_model()), build(tiny_model())]
-    expected = engines[0].generate(PROMPTS, GREEDY, use_tqdm=False)
+    expected = answers(engines[0].generate(PROMPTS, GREEDY, use_tqdm=False))
     results: list[object] = []
 
     def run(llm: LLM) -> None:
         for _ in range(6):
             try:
-                results.append(llm.generate(PROMPTS, GREEDY, use_tqdm=False) == expected)
+                results.append(answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected)
             except Exception as error:
                 results.append(error)
 
@@ -68,7 +70,7 @@ def test_one_engine_refuses_a_second_thread(tiny_model: Callable[..., str]) -> N
 
 def test_a_failure_while_committing_leaves_a_usable_engine(tiny_model: Callable[..., str]) -> None:
     llm = build(tiny_model(), num_kvcache_blocks=17)
-    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    expected = answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     postprocess = llm.scheduler.postprocess
     waiting = llm.add_request([5, 6, 7], GREEDY)
 
@@ -80,7 +82,7 @@ def test_a_failure_while_committing_leaves_a_usable_engine(tiny_model: Callable[
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.scheduler.postprocess = postprocess
     llm.scheduler.check_invariants()
-    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False) == expected
+    assert answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     finished = llm.step()[0]
     assert [request for request, _ in finished] == [waiting]
     assert llm.is_finished()
@@ -124,8 +126,9 @@ def test_only_integers_are_token_ids(tiny_model: Callable[..., str], prompt: obj
 
 def test_any_integers_are_token_ids(tiny_model: Callable[..., str]) -> None:
     llm = build(tiny_model())
-    same = [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), np.array([1, 2, 3], dtype=object), [np.int32(1), 2, np.uint8(3)]]
-    outputs = llm.generate(same, GREEDY, use_tqdm=False)
+    same = [[1, 2, 3], (1, 2, 3), range(1, 4), array("i", [1, 2, 3]), [np.int32(1), 2, np.uint8(3)]]
+    same += [np.array([1, 2, 3]), np.array([1, 2, 3], dtype=object), torch.tensor([1, 2, 3])]
+    outputs = answers(llm.generate(same, GREEDY, use_tqdm=False))
     assert all(output == outputs[0] for output in outputs)
     with pytest.raises(ValueError, match=f"token id {2**70}"):
         llm.generate([[np.int64(1), 2**70]], GREEDY, use_tqdm=False)
@@ -208,11 +211,11 @@ def test_a_pool_that_does_not_fit_says_how_much_it_needs(tiny_model: Callable[..
 
 def test_the_users_default_device_is_not_ours(tiny_model: Callable[..., str]) -> None:
     llm = build(tiny_model())
-    expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    expected = answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     llm.reset_prefix_cache()
     torch.set_default_device("meta")
     try:
-        actual = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        actual = answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     finally:
         torch.set_default_device(None)
     assert actual == expected

@@ -41,7 +41,27 @@ def test_one_dict_per_prompt(path, cases):
     prompts, expected = cases
     with engine(path) as (llm, _):
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert outputs == [{"text": "", "token_ids": ids, "finish_reason": "length"} for ids in expected]
+    assert outputs == [
+        {
+            "text": "",
+            "token_ids": ids,
+            "finish_reason": "length",
+            "stop_reason": None,
+            "prompt": None,
+            "prompt_token_ids": prompt,
+            "num_cached_tokens": 0,
+            "logprobs": None,
+            "prompt_logprobs": None,
+            "metrics": output["metrics"],
+        }
+        for prompt, ids, output in zip(prompts, expected, outputs, strict=True)
+    ]
+    for output in outputs:
+        times = output["metrics"]
+        assert 0 < times.queue_time < times.time_to_first_token < times.total_time
+        assert times.time_per_output_token == pytest.approx(
+            (times.total_time - times.time_to_first_token) / (MAX_TOKENS - 1)
+        )
 
 
 def test_max_tokens_defaults_to_64_and_none_fills_max_model_len(path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.recording import CLEAR, assert_idle, engine, greedy
+from tests.recording import CLEAR, answers, assert_idle, engine, greedy
 from tests.reference import decisive_tokens, random_prompt
 
 MAX_TOKENS = 20
@@ -99,9 +99,9 @@ def test_pitfall_06_one_prompt_and_none(path, expected, bundled_model):
         assert llm.generate([], [], use_tqdm=False) == []
         assert not log.steps
     with engine(bundled_model, skip_tokenizer_init=False) as (llm, _):
-        (alone,) = llm.generate("Hello", GREEDY, use_tqdm=False)
+        (alone,) = answers(llm.generate("Hello", GREEDY, use_tqdm=False))
         ids = llm.tokenizer("Hello")["input_ids"]
-        assert llm.generate(["Hello", ids], GREEDY, use_tqdm=False) == [alone, alone]
+        assert answers(llm.generate(["Hello", ids], GREEDY, use_tqdm=False)) == [alone, alone]
 
 
 @pytest.mark.parametrize("bad", [10**6, 512, -1, 2**63, 10**30])

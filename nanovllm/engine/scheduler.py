@@ -194,7 +194,8 @@ class Scheduler:
             if seq.is_finished:  # it ended while this step was in flight: the token is one too many
                 continue
             seq.num_computed_tokens = start + count
-            self.block_manager.register_blocks(seq, start)
+            if seq.num_computed_tokens // seq.block_size > start // seq.block_size:  # a block has become full
+                self.block_manager.register_blocks(seq, start)
             if logprobs is not None:
                 seq.prompt_logprobs += logprobs.prompt.get(line, ())
                 if line in logprobs.sampled:

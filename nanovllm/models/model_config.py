@@ -165,15 +165,17 @@ def _dtype(raw: dict[str, Any]) -> str | None:
     return name
 
 
-def _generation_eos(path: str) -> tuple[int, ...]:
+def read_generation_config(path: str) -> dict[str, Any]:
+    """What `path`/generation_config.json holds; nothing if there is none."""
     file = os.path.join(path, "generation_config.json")
-    if not os.path.exists(file):
-        return ()
-    raw = _read_json(file)
+    return _read_json(file) if os.path.exists(file) else {}
+
+
+def _generation_eos(path: str) -> tuple[int, ...]:
     try:
-        return _eos_token_ids(raw)
+        return _eos_token_ids(read_generation_config(path))
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{path}/generation_config.json: {error}") from None
 
 
 def _eos_token_ids(raw: dict[str, Any]) -> tuple[int, ...]:
