@@ -136,9 +136,8 @@ def test_many_pieces_are_combined_a_few_at_a_time(
 def test_large_scores_do_not_overflow(device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
     k_cache, v_cache, block_tables = paged_cache([130], 16, 1, 16, torch.float32, device)
     q = randn(1, 1, 16, dtype=torch.float32) * 1e4
-    out = decode_attention(
-        q, k_cache, v_cache, block_tables, torch.tensor([130], dtype=torch.int32, device=device), 1.0
-    )
+    context_lens = torch.tensor([130], dtype=torch.int32, device=device)
+    out = decode_attention(q, k_cache, v_cache, block_tables, context_lens, 130, 1.0)
     torch.testing.assert_close(
         out.double().cpu(), reference(q, k_cache, v_cache, block_tables, [130], 1.0), rtol=0, atol=1e-2
     )
