@@ -10,7 +10,8 @@ import math
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -432,7 +433,8 @@ class ModelRunner:
         """Hidden states [T, hidden]."""
         set_context(context)
         try:
-            return self.model(input_ids, positions)
+            with cublaslt() if self.device.type == "cuda" else nullcontext():
+                return self.model(input_ids, positions)
         finally:
             reset_context()
 
@@ -455,6 +457,21 @@ class ModelRunner:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def cublaslt() -> Iterator[None]:
+    """Matrix products through cuBLASLt, and afterwards as before: the preference belongs to the process.
+
+    Its choice of kernels is the better one for a decode step's rows: measured on one H200, the o projection of
+    Qwen3-8B takes 17.2 us for 208 rows, 19.5 through cuBLAS, and no shape takes longer.
+    """
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
 
 
 def resolve_device(name: str, rank: int | None = None) -> torch.device:
