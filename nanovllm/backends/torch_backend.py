@@ -1,7 +1,7 @@
 """The reference backend: plain PyTorch, any device, any dtype. The other backends are tested against this one.
 
-It gathers the keys and values of a sequence out of the paged cache and calls `scaled_dot_product_attention` (SDPA).
-Prefill goes sequence by sequence; decode is one masked batch. Shapes as in `nanovllm.backends.base`.
+It gathers the keys and values out of the paged cache. Prefill goes sequence by sequence, through
+`scaled_dot_product_attention` (SDPA); decode is one masked batch. Shapes as in `nanovllm.backends.base`.
 """
 
 import torch
@@ -12,7 +12,7 @@ from nanovllm.utils.context import Context
 
 
 class TorchBackend(AttentionBackend):
-    """SDPA over gathered keys and values."""
+    """Attention over gathered keys and values."""
 
     name = "torch"
     supports_cuda_graph = False  # the gathered copy is as long as the longest sequence of the step

@@ -107,7 +107,7 @@ def test_prefix_and_chunks_match_a_plain_prefill(make_llm: Callable[..., LLM], b
 def last_logits(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[int, torch.Tensor]:
     """Logits behind each prompt, by prompt index, caught on their way to the sampler."""
     runner, caught, seqs = llm.model_runner, {}, []
-    launch, sample, queue = runner.launch, runner.sampler, llm._queue
+    launch, sample, queue = runner.launch, runner.sampler, llm.scheduler.add
     batches: list[Batch] = []
 
     def catch(logits: torch.Tensor, *args: object) -> torch.Tensor:
@@ -117,11 +117,11 @@ def last_logits(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> d
 
     runner.launch = lambda batch: batches.append(batch) or launch(batch)
     runner.sampler = catch
-    llm._queue = lambda *args: seqs.append(queue(*args)) or seqs[-1]
+    llm.scheduler.add = lambda seq: seqs.append(seq) or queue(seq)
     try:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
-        del runner.launch, llm._queue
+        del runner.launch, llm.scheduler.add
         runner.sampler = sample
     return caught
 
