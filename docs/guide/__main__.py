@@ -1,4 +1,4 @@
-"""Writes docs/guide.md and its pictures.
+"""Writes docs/guide.md and its pictures, and draws the benchmark table of the README.
 
     python -m docs.guide
 
@@ -9,19 +9,18 @@ files again and compares them with those that are committed.
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
 
-from docs.guide.markdown import code, fill, listing, ranges, short, table
-from docs.guide.pictures import draw_chunks, draw_occupancy, draw_pool, draw_timeline
+from docs.guide.markdown import ROOT, code, fill, listing, ranges, read_table, short, table
+from docs.guide.pictures import draw_chunks, draw_occupancy, draw_pool, draw_throughput, draw_timeline
 from docs.guide.run import BLOCK, CLEAR, Run, Step
 from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import IncrementalDecoder, make_decode
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import exponential_noise
 
-DOCS = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 
 
 def chat(question: str) -> str:
@@ -50,7 +49,7 @@ def follow() -> tuple[Run, dict[str, object]]:
     llm.step()
     decode = run.steps[1].inputs
     run.finish()
-    text = llm.tokenizer.decode(followed.completion_token_ids, skip_special_tokens=True)
+    text = run.text(followed)
     boundary = next(n for n, step in enumerate(run.steps) if not step.batch.is_prefill and step.batch.new_blocks)
     assert (boundary, run.steps[2].seq_ids, run.steps[3].seq_ids) == (13, [0, 1], [1])
     assert [x.num_prompt_tokens // BLOCK for x in run.seqs] == [1, 1] and prefill.tables[0] == [0, 1]
@@ -106,7 +105,7 @@ def follow() -> tuple[Run, dict[str, object]]:
         "first_slot": first_slot,
         "num_tokens": len(input_ids),
         "cache_shape": list(llm.model_runner.kv_cache.shape),
-        "kv_bytes": kv_bytes,
+        "kv_bytes": f"{kv_bytes:,}",
         "written": ranges(written),
         "shapes": table("part | output | what it is", ((code(n), run.shapes[n], what) for n, what in names.items())),
         "top5": table(
@@ -184,7 +183,7 @@ def decode_steps(run: Run, numbers: Iterable[int]) -> str:
 def share_prefix(run: Run) -> tuple[Step, dict[str, object]]:
     """Two more requests on the same engine, that begin with all of the followed one."""
     followed = run.seqs[1]
-    answer = run.llm.tokenizer.decode(followed.completion_token_ids)
+    answer = run.text(followed, with_special_tokens=True)
     prompt = FOLLOWED + answer + "\n" + chat("Spell garden.")
     number = len(run.steps)
     free = list(run.llm.scheduler.block_manager.free_block_ids)
@@ -220,7 +219,7 @@ def share_prefix(run: Run) -> tuple[Step, dict[str, object]]:
         "hit_first_missed": step.tables[2][2],
         "hit_second_missed": step.tables[3][2],
         "hit_free_after": step.free,
-        "hit_text": run.llm.tokenizer.decode(third.completion_token_ids, skip_special_tokens=True),
+        "hit_text": run.text(third),
     }
 
 
@@ -378,6 +377,9 @@ def make() -> dict[str, str]:
         "pictures/chunks.svg": str(draw_chunks(chunked, chunk_values["budget"])),
         "pictures/preemption.svg": str(draw_occupancy(preempted)),
         "pictures/overlap.svg": str(draw_timeline(runs, num_steps=4)),
+        "pictures/throughput.svg": str(
+            draw_throughput(*read_table((ROOT / "README.md").read_text(), "tokens a second"))
+        ),
     }
 
 

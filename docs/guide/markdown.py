@@ -23,6 +23,18 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
+def read_table(text: str, first_column: str) -> tuple[list[str], list[list[str]]]:
+    """The table whose first column has that name: names of the other columns, and lines of cells."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    (start,) = (i for i, cells in enumerate(lines) if cells[0] == first_column and len(cells) > 1)
+    rows = []
+    for cells in lines[start + 2 :]:
+        if len(cells) != len(lines[start]):
+            break
+        rows.append(cells)
+    return lines[start][1:], rows
+
+
 def short(values: Any, most: int = 10) -> str:
     """A list or tensor as text, its middle left out if it is long."""
     values = values.tolist() if isinstance(values, torch.Tensor) else list(values)

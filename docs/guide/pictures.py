@@ -165,3 +165,21 @@ def draw_timeline(runs: dict[str, Run], num_steps: int, device_time: int = 4) ->
         12, y + 4, "L: schedule and launch, S: settle. The order is recorded, the lengths are made up.", size=11
     )
     return picture
+
+
+def draw_throughput(engines: list[str], rows: list[list[str]]) -> Picture:
+    """Each row's figures as bars; the longest bar of a row is as long as that of any other, since units differ."""
+    picture, left, width, y = Picture(), 190, 400, 12
+    for name, *cells in rows:
+        figures = {engine: float(cell.replace(",", "")) for engine, cell in zip(engines, cells, strict=True) if cell}
+        picture.text(12, y + 13, name, size=13)
+        for engine, figure in figures.items():
+            colour = COLOURS[0] if engine == engines[0] else GREY
+            length = round(width * figure / max(figures.values()))
+            picture.box(left, y, length, 18, colour)
+            picture.text(left + 6, y + 13, engine, fill="white")
+            picture.text(left + length + 6, y + 13, f"{figure:,g}")
+            y += 20
+        y += 14
+    picture.text(left, y + 6, "tokens a second; each group to a scale of its own")
+    return picture

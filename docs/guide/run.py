@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.detokenizer import make_decode
 from nanovllm.engine.sequence import Sequence
 
 MODEL = str(Path(__file__).resolve().parents[2] / "assets" / "tiny-qwen3")
@@ -102,9 +103,13 @@ class Run:
         for prompt in prompts:
             self.llm.add_request(prompt, SamplingParams(**({"temperature": 0} | params)))
 
+    def text(self, seq: Sequence, with_special_tokens: bool = False) -> str:
+        """A sequence's completion."""
+        return make_decode(self.llm.tokenizer, not with_special_tokens)(seq.completion_token_ids)
+
     def piece(self, token_id: int) -> str:
         """A token's text, as Markdown."""
-        return f"`{self.llm.tokenizer.decode([token_id])!r}`"
+        return f"`{make_decode(self.llm.tokenizer, False)([token_id])!r}`"
 
     def finish(self) -> None:
         while not self.llm.is_finished():
