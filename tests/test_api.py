@@ -266,7 +266,7 @@ def test_stats(tiny_model, overlap):
 def thrash(path, num_seqs, caplog):
     caplog.clear()
     with engine(path, kvcache_block_size=16, num_kvcache_blocks=8, max_num_seqs=num_seqs) as (llm, _):
-        prompts = [random_prompt(12, seed=i) for i in range(40)]
+        prompts = [random_prompt(12, seed=i) for i in range(24)]
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
         messages = [record.getMessage() for record in caplog.records]
         return llm.stats().num_preemptions, [message for message in messages if "preemptions" in message]

@@ -250,7 +250,7 @@ def test_stop_tokens_and_eos_are_no_part_of_the_text(llm, prompts, whole):
 
 def test_abort_in_every_state(llm, prompts, whole):
     """Waiting, half-prefilled, running with a step in flight, ended, reported: the others never notice."""
-    for num_steps in (0, 1, 2, 3, 5, 8, 13, 21, 34, 50):
+    for num_steps in (0, 1, 2, 5, 13, 34):
         ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
         finished = []
         for _ in range(num_steps):

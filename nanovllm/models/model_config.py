@@ -172,8 +172,9 @@ def read_generation_config(path: str) -> dict[str, Any]:
 
 
 def _generation_eos(path: str) -> tuple[int, ...]:
+    raw = read_generation_config(path)
     try:
-        return _eos_token_ids(read_generation_config(path))
+        return _eos_token_ids(raw)
     except ValueError as error:
         raise ValueError(f"{path}/generation_config.json: {error}") from None
 

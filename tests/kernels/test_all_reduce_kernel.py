@@ -50,7 +50,11 @@ def run_rank(rank: int, size: int, hidden_size: int, dtype: torch.dtype, names: 
 
 
 @pytest.mark.parametrize(
-    ("size", "hidden_size", "dtype"), [(2, 64, torch.float16), (3, 50, torch.float32)], ids=["fp16-2", "fp32-3"]
+    ("size", "hidden_size", "dtype"),
+    [
+        pytest.param(2, 64, torch.float16, id="fp16-2"),
+        pytest.param(3, 50, torch.float32, id="fp32-3", marks=pytest.mark.slow),
+    ],
 )
 def test_all_ranks_get_the_sum_in_the_order_of_the_ranks(size: int, hidden_size: int, dtype: torch.dtype) -> None:
     from nanovllm.kernels.all_reduce import inbox_bytes
