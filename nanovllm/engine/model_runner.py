@@ -10,7 +10,6 @@ import math
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -28,7 +27,7 @@ from nanovllm.layers.logits import RawLogprobs, raw_logprobs
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.registry import get_model_class
 from nanovllm.utils.context import Context, reset_context, set_context
-from nanovllm.utils.device import available_memory, cublaslt, resolve_device, resolve_dtype, zeros
+from nanovllm.utils.device import available_memory, resolve_device, resolve_dtype, zeros
 from nanovllm.utils.dist import SINGLE, Group
 from nanovllm.utils.loader import load_dummy, load_model
 
@@ -433,8 +432,7 @@ class ModelRunner:
         """Hidden states [T, hidden]."""
         set_context(context)
         try:
-            with cublaslt() if self.device.type == "cuda" else nullcontext():
-                return self.model(input_ids, positions)
+            return self.model(input_ids, positions)
         finally:
             reset_context()
 

@@ -316,7 +316,8 @@ SCRIPT = """
 import os, signal, sys, time
 from nanovllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], skip_tokenizer_init=True, num_kvcache_blocks=64, tensor_parallel_size=2, max_num_seqs=4)
+    settings = dict(tensor_parallel_size=2, max_num_seqs=4, num_kvcache_blocks=64, attention_backend="triton")
+    llm = LLM(sys.argv[1], skip_tokenizer_init=True, **settings)
     params = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
     llm.add_request([1, 2, 3], params)
     for _ in range(50):
