@@ -220,7 +220,7 @@ class LLMEngine:
                 yield news, num_tokens
         finally:
             with deferred_interrupt():
-                self._abort([request for request in requests if not request.seq.is_finished])
+                self._abort([request for request in requests if request.seq.seq_id in self._requests])
 
     def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
         """Launch step N, then settle step N-1 while the device works: the one loop body behind `step` and `_run`.
@@ -333,7 +333,9 @@ class LLMEngine:
         with deferred_interrupt():
             while self._to_abort:
                 request = self._to_abort.popleft()
-                if not request.seq.is_finished:
+                if (
+                    request.seq.seq_id in self._requests
+                ):  # even if it has ended, in a step that failed behind its commit
                     self.scheduler.finish(request.seq, ABORT)
                     request.follow()
                     self._note_finished(request, perf_counter())
