@@ -46,6 +46,10 @@ def test_every_kind_of_prompt(llm):
     [
         ({}, "prompt 1 is a dict that holds nothing; give {'prompt': text}"),
         ({"text": "a"}, "prompt 1 is a dict that holds 'text'"),
+        (
+            {"role": "user", "content": "a"},
+            "holds 'role', 'content'; give {'prompt': text} or {'prompt_token_ids': ids}, and conv",
+        ),
         ({"prompt": "a", "multi_modal_data": {}}, "holds 'prompt', 'multi_modal_data'"),
         ({"prompt": {"prompt": "a"}}, "must hold text under 'prompt'"),
         ({"prompt_token_ids": "a"}, "ids under 'prompt_token_ids'"),

@@ -216,7 +216,8 @@ class PromptEncoder:
         if (ids is None and text is None) or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(repr, prompt)) or "nothing"
             raise TypeError(
-                f"prompt {index} is a dict that holds {keys}; give {{'prompt': text}} or {{'prompt_token_ids': ids}}"
+                f"prompt {index} is a dict that holds {keys}; give {{'prompt': text}} or {{'prompt_token_ids': ids}}, "
+                "and conversations to llm.chat"
             )
         if isinstance(ids, (str, Mapping)) or not isinstance(text, (str, type(None))):
             raise TypeError(f"prompt {index} must hold text under 'prompt' and ids under 'prompt_token_ids'")
