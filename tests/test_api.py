@@ -267,6 +267,20 @@ def test_stats(tiny_model, overlap):
         assert end.prefill_time > 0 and end.decode_time > 0
 
 
+def test_stats_while_another_thread_changes_the_queue(llm):
+    class Request:
+        @property
+        def row(self):
+            llm.scheduler.waiting.append(self)  # as the thread would that runs `generate`
+            return -1
+
+    llm.scheduler.waiting.extend([Request(), Request()])
+    try:
+        assert llm.stats().num_running == 0
+    finally:
+        llm.scheduler.waiting.clear()
+
+
 def thrash(path, num_seqs, caplog):
     caplog.clear()
     with engine(path, kvcache_block_size=16, num_kvcache_blocks=8, max_num_seqs=num_seqs) as (llm, _):
