@@ -142,8 +142,6 @@ class LLM(LLMEngine):
         return [request.result() for request in requests]
 
     def _deltas(self, prepared: list[Prepared]) -> Iterator[dict[str, Any]]:
-        requests: list[Request] = []
-        with closing(self._run(prepared, requests, streams=True)) as steps:
-            for updated, _ in steps:
-                for request in updated:
-                    yield request.take_delta(request.seq.seq_id - requests[0].seq.seq_id)
+        with closing(self._run(prepared, [], streams=True)) as steps:
+            for deltas, _ in steps:
+                yield from deltas

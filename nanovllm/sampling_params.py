@@ -49,7 +49,7 @@ _NUMBERS = {
     "top_k": _Number("an integer of at least 1, or 0 or -1 for no limit", -1, is_integer=True),
     "top_p": _Number("above 0 and at most 1", 0, 1, "use 1 for no limit", excludes_low=True),
     "min_p": _Number("between 0 and 1", 0, 1, "use 0 for no limit"),
-    "repetition_penalty": _Number("finite and above 0", 0, 1e6, "use 1 for none", excludes_low=True),
+    "repetition_penalty": _Number("above 0 and at most 1e+06", 0, 1e6, "use 1 for none", excludes_low=True),
     "presence_penalty": _Number("between -2 and 2", -2, 2, "use 0 for none"),
     "frequency_penalty": _Number("between -2 and 2", -2, 2, "use 0 for none"),
     "seed": _Number(

@@ -46,6 +46,10 @@ def test_every_kind_of_prompt(llm):
     [
         ({}, "prompt 1 is a dict that holds nothing; give {'prompt': text}"),
         ({"text": "a"}, "prompt 1 is a dict that holds 'text'"),
+        (
+            {"role": "user", "content": "a"},
+            "holds 'role', 'content'; give {'prompt': text} or {'prompt_token_ids': ids}, and conv",
+        ),
         ({"prompt": "a", "multi_modal_data": {}}, "holds 'prompt', 'multi_modal_data'"),
         ({"prompt": {"prompt": "a"}}, "must hold text under 'prompt'"),
         ({"prompt_token_ids": "a"}, "ids under 'prompt_token_ids'"),
@@ -261,6 +265,20 @@ def test_stats(tiny_model, overlap):
         assert end.prefix_cache_hit_rate == 0.2
         assert end.decode_steps == 3 * 15 and end.prefill_steps == 3
         assert end.prefill_time > 0 and end.decode_time > 0
+
+
+def test_stats_while_another_thread_changes_the_queue(llm):
+    class Request:
+        @property
+        def row(self):
+            llm.scheduler.waiting.append(self)  # as the thread would that runs `generate`
+            return -1
+
+    llm.scheduler.waiting.extend([Request(), Request()])
+    try:
+        assert llm.stats().num_running == 0
+    finally:
+        llm.scheduler.waiting.clear()
 
 
 def thrash(path, num_seqs, caplog):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.outputs import Request
 from tests.recording import answers
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -86,6 +87,28 @@ def test_a_failure_while_committing_leaves_a_usable_engine(tiny_model: Callable[
     finished = llm.step()[0]
     assert [request for request, _ in finished] == [waiting]
     assert llm.is_finished()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_failure_behind_the_commit_leaves_a_usable_engine(
+    tiny_model: Callable[..., str], monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """A tokenizer that fails once, while a request goes on and with its last token."""
+    llm = build(tiny_model())
+    follow = Request.follow
+
+    def fail(request: Request) -> str | None:
+        if request.seq.is_finished is ends:
+            monkeypatch.setattr(Request, "follow", follow)
+            raise KeyError("decoding")
+        return follow(request)
+
+    monkeypatch.setattr(Request, "follow", fail)
+    with pytest.raises(KeyError):
+        list(llm.stream([[1, 2], [3]], GREEDY))
+    assert llm.is_finished()
+    assert not llm.abort(0) and not llm.abort(1)
+    assert llm.stats().num_finished + llm.stats().num_aborted == 2
 
 
 @pytest.mark.parametrize(

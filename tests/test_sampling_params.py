@@ -30,7 +30,7 @@ IMPOSSIBLE = [
     *[("top_k", value) for value in (-2, 1.5)],
     *[("top_p", value) for value in (0, -0.1, 1.01, math.nan)],
     *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
-    *[("repetition_penalty", value) for value in (0, -1, math.inf, math.nan)],
+    *[("repetition_penalty", value) for value in (0, -1, 1e7, math.inf, math.nan)],
     *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, math.nan)],
     *[("seed", value) for value in (2**63, -(2**63) - 1, 0.5)],
     *[("min_tokens", value) for value in (-1, 0.5)],

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 
@@ -81,6 +82,15 @@ def test_mistakes_are_raised_by_the_call_and_work_begins_with_the_first_delta(ll
     next(stream)
     assert not llm.is_finished()
     stream.close()
+
+
+def test_parameters_that_change_before_the_first_delta_are_the_callers_own(llm, prompts, whole):
+    params = SamplingParams(temperature=0, max_tokens=4, stop=["never"])
+    stream = llm.stream(prompts[1], params)
+    params.max_tokens, params.logprobs = 0, 5
+    params.stop.append(whole[1]["text"][0])
+    (output,) = gather(stream, 1)
+    assert (output["token_ids"], output["finish_reason"]) == (whole[1]["token_ids"][:4], "length")
 
 
 @pytest.mark.parametrize("num_deltas", [1, 2, 5, 30])
@@ -296,6 +306,40 @@ def test_abort_in_the_middle_of_a_stream(llm, prompts, whole):
     assert outputs[1]["token_ids"] == whole[1]["token_ids"][: len(outputs[1]["token_ids"])]
     assert whole[1]["text"].startswith(outputs[1]["text"]) and outputs[1]["text"]
     assert [d["finish_reason"] for d in deltas if d["index"] == 1][-2:] == [None, "abort"]
+
+
+def test_abort_of_a_request_whose_delta_of_the_same_step_is_still_to_come(llm, prompts, whole):
+    deltas, both = [], False
+    for delta in llm.stream(prompts[:2], GREEDY):
+        deltas.append(delta)
+        both = both or delta["index"] == 1
+        if both and delta["index"] == 0:
+            llm.abort(delta["request_id"] + 1)
+    outputs = gather(deltas, 2)
+    assert same(outputs[:1]) == same(whole[:1])
+    assert outputs[1]["finish_reason"] == "abort"
+
+
+def test_an_abort_in_another_thread_refuses_the_engine_to_nobody(llm, prompts, whole, monkeypatch):
+    """It has the engine for a moment, in which a stream may come for its next step."""
+    stream = llm.stream(prompts[:2], GREEDY)
+    first = next(stream)
+    inside, abort_pending = threading.Event(), llm._abort_pending
+
+    def slowly():
+        if threading.current_thread() is thread:
+            inside.set()
+            time.sleep(0.1)
+        abort_pending()
+
+    monkeypatch.setattr(llm, "_abort_pending", slowly)
+    thread = threading.Thread(target=llm.abort, args=(first["request_id"] + 1,))
+    thread.start()
+    assert inside.wait(30)
+    outputs = gather([first, *stream], 2)
+    thread.join()
+    assert same(outputs[:1]) == same(whole[:1])
+    assert outputs[1]["finish_reason"] == "abort"
 
 
 def test_abort_from_another_thread_ends_a_generate(llm, prompts):

@@ -3,6 +3,7 @@
 All of it happens before anything is queued, so that one bad prompt costs nothing but its own call.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -61,11 +62,16 @@ def prompt_text(prompt: Prompt) -> str | None:
 def as_params_list(
     params: SamplingParams | Sequence[SamplingParams], num_prompts: int, vocab_size: int
 ) -> list[SamplingParams]:
-    """One SamplingParams for each prompt, checked once more."""
+    """A SamplingParams for each prompt, checked once more: copies, since the users may change theirs meanwhile."""
+
+    def checked(one: SamplingParams) -> SamplingParams:
+        one = copy.copy(one)
+        one.check()  # which also makes lists and dicts of its own
+        one.check_vocab(vocab_size)
+        return one
+
     if isinstance(params, SamplingParams):
-        params.check()
-        params.check_vocab(vocab_size)
-        return [params] * num_prompts
+        return [checked(params)] * num_prompts
     if not isinstance(params, (list, tuple)):
         raise TypeError(
             f"sampling_params is a {type(params).__name__}; give a SamplingParams, or a list with one for each prompt"
@@ -77,10 +83,8 @@ def as_params_list(
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise TypeError(f"sampling_params[{i}] is a {type(one).__name__}, not a SamplingParams")
-    for one in {id(one): one for one in params}.values():
-        one.check()
-        one.check_vocab(vocab_size)
-    return list(params)
+    copies = {id(one): checked(one) for one in {id(one): one for one in params}.values()}
+    return [copies[id(one)] for one in params]
 
 
 def default_sampling_params(path: str) -> SamplingParams:
@@ -212,7 +216,8 @@ class PromptEncoder:
         if (ids is None and text is None) or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             keys = ", ".join(map(repr, prompt)) or "nothing"
             raise TypeError(
-                f"prompt {index} is a dict that holds {keys}; give {{'prompt': text}} or {{'prompt_token_ids': ids}}"
+                f"prompt {index} is a dict that holds {keys}; give {{'prompt': text}} or {{'prompt_token_ids': ids}}, "
+                "and conversations to llm.chat"
             )
         if isinstance(ids, (str, Mapping)) or not isinstance(text, (str, type(None))):
             raise TypeError(f"prompt {index} must hold text under 'prompt' and ids under 'prompt_token_ids'")

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.config import Config, config_from_kwargs
 from nanovllm.engine.block_manager import BlockManager
@@ -85,7 +85,8 @@ class LLMEngine:
             length_remedy(self.config, num_blocks),
         )
         self._lock = threading.RLock()
-        self._in_step = False
+        self._abort_lock = threading.RLock()  # held while `_lock` is taken, and by an abort as long as it has `_lock`
+        self._is_busy = False  # whoever has `_lock` is where a request may not end under its hands
         self._num_ids = 0  # request ids given out so far
         self._decodes = {skip: make_decode(self.tokenizer, skip) for skip in (True, False)} if self.tokenizer else {}
         self._seeds = random.Random(self.config.seed)
@@ -189,12 +190,12 @@ class LLMEngine:
 
     def _run(
         self, batch: list[Prepared], requests: list[Request], streams: bool = False
-    ) -> Iterator[tuple[list[Request], int]]:
+    ) -> Iterator[tuple[list[Any], int]]:
         """Queue a batch and step until all of it has ended: the generator behind `generate` and `stream`.
 
-        Yields after each step the requests that have something new (if they stream: tokens; else their end), and the
-        tokens of the step as `step` counts them. Closing it, an interrupt or a failure aborts what is left and leaves
-        nothing of it queued or in flight. Between two steps the engine may be used for anything else.
+        Yields after each step the requests that have ended or, if they stream, the deltas of those that have something
+        new, and the tokens of the step as `step` counts them. Closing it, an interrupt or a failure aborts what is left
+        and leaves nothing of it queued or in flight. Between two steps the engine may be used for anything else.
         """
         outbox: list[Request] = []
         try:
@@ -203,21 +204,23 @@ class LLMEngine:
             num_left = len(requests)
             while num_left:
                 num_tokens = 0
-                if not outbox:  # else something else has driven the engine meanwhile
-                    try:
-                        with self._exclusive():
+                try:
+                    with self._exclusive(also_after_exit=bool(outbox)):
+                        if not outbox:  # else something else has driven the engine meanwhile
                             _, num_tokens = self._advance()
-                    except BaseException:
-                        self._in_step = False  # an interrupt may have struck where `_advance` was about to say so
-                        raise
-                assert num_tokens or outbox, "nothing can run, and something is left to do"
-                news = list(dict.fromkeys(outbox))
-                outbox.clear()
-                num_left -= sum(request.seq.is_finished for request in news)
+                        assert num_tokens or outbox, "nothing can run, and something is left to do"
+                        news = list(dict.fromkeys(outbox))
+                        outbox.clear()
+                        num_left -= sum(request.seq.is_finished for request in news)
+                        if streams:  # all at once: what is handed out one by one may be aborted meanwhile
+                            news = [request.take_delta(request.seq.seq_id - requests[0].seq.seq_id) for request in news]
+                except BaseException:
+                    self._is_busy = False  # an interrupt may have struck where `_exclusive` was about to say so
+                    raise
                 yield news, num_tokens
         finally:
             with deferred_interrupt():
-                self._abort([request for request in requests if not request.seq.is_finished])
+                self._abort([request for request in requests if request.seq.seq_id in self._requests])
 
     def _advance(self, launch: bool = True) -> tuple[list[Output], int]:
         """Launch step N, then settle step N-1 while the device works: the one loop body behind `step` and `_run`.
@@ -229,7 +232,6 @@ class LLMEngine:
         depth = (2 if self.config.overlap else 1) if launch else 0
         start = perf_counter()
         try:
-            self._in_step = True
             self._abort_pending()
             while len(self._in_flight) < depth:
                 with deferred_interrupt():
@@ -257,8 +259,6 @@ class LLMEngine:
                 raise
             # The ranks may have stopped at different places: nothing brings them back into step.
             self._fail(error)
-        finally:
-            self._in_step = False
         return outputs, batch.num_tokens if batch.is_prefill else -len(batch.rows)
 
     def _note_scheduled(self, batch: Batch) -> None:
@@ -312,22 +312,30 @@ class LLMEngine:
     def _abort(self, requests: list[Request]) -> None:
         """Abort `requests` between two steps: at once or, if the engine is in the middle of one, before the next."""
         self._to_abort.extend(requests)
-        # In the middle of one: another thread is, or this one, and a signal handler or the garbage collector called.
-        if self._in_step or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._abort_pending()
-            # Nobody would come to settle the step in flight, whose tokens belong to no one any more.
-            while self._in_flight and not self.scheduler.waiting and not self.scheduler.running:
-                self._advance(launch=False)
-        finally:
-            self._lock.release()
+        # Busy: another thread is, or this one, and a signal handler or the garbage collector called.
+        while not self._is_busy:
+            with self._abort_lock:
+                if not self._lock.acquire(blocking=False):
+                    return  # who has it sees to `_to_abort` at its end
+                try:
+                    self._is_busy = True
+                    self._abort_pending()
+                    # Nobody would come to settle the step in flight, whose tokens belong to no one any more.
+                    while self._in_flight and not self.scheduler.waiting and not self.scheduler.running:
+                        self._advance(launch=False)
+                finally:
+                    self._is_busy = False
+                    self._lock.release()
+            if not self._to_abort:  # else somebody found this thread busy
+                return
 
     def _abort_pending(self) -> None:
         with deferred_interrupt():
             while self._to_abort:
                 request = self._to_abort.popleft()
-                if not request.seq.is_finished:
+                if (
+                    request.seq.seq_id in self._requests
+                ):  # even if it has ended, in a step that failed behind its commit
                     self.scheduler.finish(request.seq, ABORT)
                     request.follow()
                     self._note_finished(request, perf_counter())
@@ -388,18 +396,22 @@ class LLMEngine:
         raise explained from error
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def _exclusive(self, also_after_exit: bool = False) -> Iterator[None]:
         """One thread at a time, on an engine that has not exited; anything else is refused rather than interleaved."""
-        if not self._lock.acquire(blocking=False):
+        with self._abort_lock:  # an abort in another thread has the engine for a moment, and refuses it to nobody
+            is_ours = self._lock.acquire(blocking=False)
+        if not is_ours:
             raise RuntimeError("this engine is in use by another thread; give each thread an LLM of its own, or a lock")
         try:
-            if self.model_runner is None:
+            self._is_busy = True
+            if self.model_runner is None and not also_after_exit:
                 raise RuntimeError("this engine has exited; build a new LLM")
             yield
         finally:
+            self._is_busy = False
             self._lock.release()
-        if self._to_abort:  # what came while the engine was busy
-            self._abort([])
+            if self._to_abort:  # what came while the engine was busy
+                self._abort([])
 
 
 def release(workers: Workers | None, runner: ModelRunner | None) -> None:

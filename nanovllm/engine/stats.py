@@ -85,7 +85,8 @@ class Counters:
 
     def snapshot(self, scheduler: Scheduler) -> EngineStats:
         blocks = scheduler.block_manager
-        half_prefilled = sum(seq.row >= 0 for seq in scheduler.waiting)
+        # Of a copy, made in one go: who watches a `generate` from another thread sees the queue change.
+        half_prefilled = sum(seq.row >= 0 for seq in scheduler.waiting.copy())
         num_used, num_blocks = len(blocks.used_block_ids), len(blocks.blocks)
         return EngineStats(
             num_running=len(scheduler.running) + half_prefilled,
