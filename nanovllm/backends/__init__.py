@@ -56,11 +56,12 @@ def select_backends(
     chosen: list[str] = []
     for phase, name in zip(PHASES, _parse(spec), strict=True):
         candidates = _auto_order(device)[phase] if name == "auto" else (name,)
-        available = [candidate for candidate in candidates if unavailable_reason(candidate) is None][:1]
-        if not available:
+        # The first that can run; those behind it are not even imported, and their absence costs nobody anything.
+        found = next((candidate for candidate in candidates if unavailable_reason(candidate) is None), None)
+        if found is None:
             why = "; ".join(f"{candidate}: {reasons[candidate]}" for candidate in candidates)
             raise ValueError(f"attention_backend={spec!r} cannot run {phase} here ({why}). Use another one or 'auto'.")
-        chosen += available
+        chosen.append(found)
 
     _log_choice(chosen, {name: reason for name, reason in reasons.items() if reason is not None})
     backends = {name: _load(name)() for name in chosen}
