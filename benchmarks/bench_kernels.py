@@ -2,7 +2,7 @@
 
 python benchmarks/bench_kernels.py linear     the layers' matmuls for a few rows, ours against cuBLAS
 python benchmarks/bench_kernels.py prefill    prefill attention, tile configurations and flash-attn
-python benchmarks/bench_kernels.py decode     paged decode attention, split sizes and flash-attn
+python benchmarks/bench_kernels.py decode     paged decode attention: tiles, stages, and how many pieces; planning included
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -134,26 +135,21 @@ def bench_decode() -> None:
         q = torch.randn(batch, hq, d, device=DEVICE, dtype=torch.bfloat16)
         num_bytes = int(lengths.sum()) * hkv * d * 2 * 2
         results = {}
-        plan, tile_config = decode_attention.plan_splits, decode_attention._tile_config
-        for tokens in (64, 128, 256, 512, 1024, 2048):
-            if width * 256 // tokens > 128 or batch * hkv * width * 256 // tokens > 1 << 16:
-                continue
-            decode_attention.plan_splits = lambda b, h, m: (tokens, -(-m // tokens))
-            for config in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
-                if config[0] > tokens:
-                    continue
-                decode_attention._tile_config = lambda *_: config
-                results[(tokens, *config)] = time_us(
+        grid, config = decode_attention._grid, decode_attention._config
+        for cuts in (1, 2, 4, 8):  # programs beyond one per sequence, in waves
+            for tile_config in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
+                decode_attention._grid = lambda b, h, m, n: (b + cuts * triton.cdiv(2 * n, h), triton.cdiv(2 * n, h))
+                decode_attention._config = lambda *_: tile_config
+                results[(cuts, *tile_config)] = time_us(
                     lambda: [
                         decode_attention.decode_attention(q, k, v, tables, lens, width * 256, d**-0.5)
                         for k, v in caches
                     ]
                 ) / layers  # fmt: skip
-        decode_attention.plan_splits, decode_attention._tile_config = plan, tile_config
+        decode_attention._grid, decode_attention._config = grid, config
         best = sorted(results.items(), key=lambda item: item[1])[:6]
-        planned = plan(batch, hkv, width * 256)
         row = ", ".join(f"{name}: {us:.1f} us {num_bytes / us / 1e6:.2f} TB/s" for name, us in best)
-        print(f"{batch} x {low}..{high} (plan {planned}), best (split, tile, stages): {row}")
+        print(f"{batch} x {low}..{high} (grid {grid(batch, hkv, width * 256, 132)}), best (cuts, tile, stages): {row}")
 
 
 def main() -> None:
