@@ -2,7 +2,7 @@
 
 python benchmarks/bench_kernels.py linear     the layers' matmuls for a few rows, ours against cuBLAS
 python benchmarks/bench_kernels.py prefill    prefill attention, tile configurations and flash-attn
-python benchmarks/bench_kernels.py decode     paged decode attention: tiles, stages, and how many pieces; planning included
+python benchmarks/bench_kernels.py decode     paged decode attention: tiles, stages, and how many pieces
 """
 
 import argparse
