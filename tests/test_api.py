@@ -290,6 +290,7 @@ def thrash(path, num_seqs, caplog):
         return llm.stats().num_preemptions, [message for message in messages if "preemptions" in message]
 
 
+@pytest.mark.slow
 def test_a_cache_that_thrashes_is_reported_with_what_to_do(tiny_model, caplog):
     caplog.set_level(logging.WARNING, "nanovllm")
     preemptions, warnings = thrash(tiny_model(), 8, caplog)

@@ -245,7 +245,7 @@ def interrupt_at(line: int) -> Callable[[FrameType, str, object], object]:
     return lambda frame, event, arg: trace_line if frame.f_code.co_filename.endswith(books) else None
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ctrl_c_anywhere_in_the_books(path, cases, overlap):
     """A real SIGINT on one line after the other: with a block half taken, a token half appended, a row half entered."""
     prompts, expected = cases[0][:0:-1], [ids[:12] for ids in cases[1][:0:-1]]

@@ -127,6 +127,7 @@ def test_chunked_prefill(config, budget):
         assert log.most_chunks > 1 and log.most_tokens == budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_num_seqs", [2, rarely(1), rarely(512)])
 def test_max_num_seqs(config, max_num_seqs):
     path, prompts, expected = config
@@ -148,6 +149,7 @@ def test_everything_at_once(config):
         assert llm.scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_corrupting_one_cached_block_changes_the_output(config):
     """The counter-test of the warm ones: what they compare does come out of the cache."""
     path, prompts, expected = config

@@ -42,7 +42,7 @@ def long_runs(path):
     return prompts, [decisive_tokens(path, prompt, 300) for prompt in prompts]
 
 
-@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("block_size", [16, pytest.param(256, marks=pytest.mark.slow)])
 def test_pitfall_21_300_tokens_from_around_a_block_boundary(path, long_runs, block_size):
     prompts, expected = long_runs
     with engine(path, kvcache_block_size=block_size) as (llm, log):

@@ -95,7 +95,7 @@ LUMPS = [
 LUMPS += [b"a", b" ", "你".encode(), "🦊".encode(), "é".encode(), b"\xf4\x90\x80\x80"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_any_bytes(byte_level, data):
     """Bytes that are no UTF-8, in long runs too, with special tokens that are skipped in the middle of characters."""
@@ -119,6 +119,7 @@ def test_bytes_that_no_token_can_complete_are_not_held_for_ever(byte_level):
         assert i - shown <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text", "characters in bytes", "no characters", "skipped", "one replacement"])
 def test_time_is_linear(byte_level, kind):
     """30,000 tokens take about ten times as long as 3,000, whatever they are: no window that grows with the text."""

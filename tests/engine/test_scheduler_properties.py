@@ -87,6 +87,7 @@ def search(check_books: bool = True) -> Counter[str]:
     return met
 
 
+@pytest.mark.slow
 def test_the_search_meets_everything_that_can_happen() -> None:
     met = search()
     for name in (

@@ -78,8 +78,17 @@ def logits_of(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(kind, torch.bfloat16) for kind in ("random", "negative", "tied", "flat", "signed zeros", "mostly banned")]
-    + [("peaked", torch.float32), ("tied", torch.float16)],
+    [(kind, torch.bfloat16) for kind in ("random", "tied", "flat")]
+    + [
+        pytest.param(kind, dtype, marks=pytest.mark.slow)
+        for kind, dtype in (
+            ("negative", torch.bfloat16),
+            ("signed zeros", torch.bfloat16),
+            ("mostly banned", torch.bfloat16),
+            ("peaked", torch.float32),
+            ("tied", torch.float16),
+        )
+    ],
 )
 def test_the_kernel_equals_its_plain_twin(
     kind: str, dtype: torch.dtype, device: torch.device, randn: Callable[..., torch.Tensor]

@@ -47,17 +47,16 @@ def page(
     return cache, block_tables
 
 
-@pytest.fixture(params=[False, True], ids=["loads", "tma"])
-def tma(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> bool:
+@pytest.fixture
+def tma(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole tiles of keys by tensor descriptors: the interpreter has them, and GPUs since Hopper."""
-    if request.param and device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("the GPU has no TMA")
 
     def can_use_tma(q: torch.Tensor, tile_n: int, block_size: int) -> bool:
-        return request.param and q.element_size() == 2 and q.shape[2] in (16, 64, 128) and block_size % tile_n == 0
+        return block_size % tile_n == 0
 
     monkeypatch.setattr(module, "_can_use_tma", can_use_tma)
-    return request.param
 
 
 SHAPES = [(8, 1, 16), (4, 2, 64), (3, 1, 80), (1, 1, 128)]  # num_heads, num_kv_heads, head_dim
@@ -85,7 +84,6 @@ def test_packed_keys(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.usefixtures("tma")
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [(*shape, block_size) for shape, block_size in zip(SHAPES, [16, 256, 48, 32], strict=True)],
@@ -122,7 +120,6 @@ def test_paged_keys_with_a_prefix(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.usefixtures("tma")
 def test_several_tiles_of_queries(dtype: torch.dtype, device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
     """Lengths around the tile sizes, and enough queries for the large tiles of 16-bit dtypes."""
     lens = [128, 129, 63, 1]
@@ -132,6 +129,12 @@ def test_several_tiles_of_queries(dtype: torch.dtype, device: torch.device, rand
     parts = zip(q.split(lens), k.split(lens), v.split(lens), strict=True)
     expected = torch.cat([reference(*part, 0.25) for part in parts])
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("tma")
+def test_whole_tiles_by_tma(device: torch.device, randn: Callable[..., torch.Tensor]) -> None:
+    test_paged_keys_with_a_prefix(4, 2, 64, 256, torch.float16, device, randn)
+    test_several_tiles_of_queries(torch.float16, device, randn)
 
 
 @triton.jit

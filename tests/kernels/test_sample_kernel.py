@@ -126,6 +126,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(device: torch.device, randn: Cal
     assert together[[0, 2]].tolist() == logits[[0, 2]].argmax(dim=-1).tolist()
 
 
+@pytest.mark.slow
 def test_draws_follow_the_softmax(device: torch.device) -> None:
     """120 positions of one seed over 5 tokens: chi-square of 4 degrees of freedom is below 18.5 in 99.9 % of cases."""
     num_draws = 120

@@ -80,7 +80,8 @@ def test_greedy_equals_transformers(case, name, ranks):
             assert log.first_hits[-1] == 240
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_sampling_is_the_same_on_any_number_of_ranks(case, ranks):
     path, prompts, _ = case("odd_vocabulary")
     plain = [{"temperature": t} for t in (0, 0.3, 0.7, 1, 1, 2)]
@@ -137,7 +138,13 @@ def record_rank_0(llm: LLM) -> list[object]:
     return steps
 
 
-@pytest.mark.parametrize("blocks", [{0: 60, 1: 33}, {0: 33, 1: 60}], ids=["rank_1_has_less", "rank_0_has_less"])
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param({0: 60, 1: 33}, id="rank_1_has_less"),
+        pytest.param({0: 33, 1: 60}, id="rank_0_has_less", marks=pytest.mark.slow),
+    ],
+)
 def test_pitfall_41_the_smallest_pool_is_everybodys(case, monkeypatch, blocks):
     path, prompts, expected = case("plain")
     faults.set_blocks(monkeypatch, blocks)

@@ -395,6 +395,7 @@ print(extra(load_model, torch.float32), extra(load_model, torch.bfloat16), extra
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon, which Linux has")
 def test_loading_needs_no_more_memory_than_the_largest_tensor(tmp_path):
     tensors = {f"l{i}.weight": torch.full((2048, 2048), float(i)) for i in range(10)}
