@@ -27,7 +27,7 @@ def llm(bundled_model):
         yield llm
 
 
-@pytest.mark.parametrize("enable_thinking", [True, False])
+@pytest.mark.parametrize("enable_thinking", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_chat_equals_transformers(llm, bundled_model, enable_thinking):
     prompts = [render(llm, question, enable_thinking=enable_thinking) for question in VARIED + SHORT]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -20,7 +20,9 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("code", ["import nanovllm", "from nanovllm import LLM, SamplingParams"])
+@pytest.mark.parametrize(
+    "code", [pytest.param("import nanovllm", marks=pytest.mark.slow), "from nanovllm import LLM, SamplingParams"]
+)
 def test_import_loads_no_heavy_library(code):
     # torch itself may load one of them one day; then it is not ours to avoid.
     extra = modules_after(code) - modules_after("import torch")

@@ -77,6 +77,7 @@ def test_cold_in_one_batch(config):
         assert log.most_rows == len(prompts) and not any(log.first_hits)
 
 
+@pytest.mark.slow
 def test_alone(config):
     path, prompts, expected = config
     with engine(path) as (llm, log):

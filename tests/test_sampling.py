@@ -55,7 +55,7 @@ def test_the_sampler_draws_from_the_softmax(temperature, varied):
     assert_frequencies(ids.tolist(), (logits / temperature).softmax(-1))
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_engine_draws_from_the_models_softmax(tiny_model, temperature):
     """The first token behind the prompt, and the second one behind the most frequent first."""
     path = tiny_model(vocab_size=32, num_hidden_layers=1, std=0.12)

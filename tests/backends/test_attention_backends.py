@@ -122,7 +122,9 @@ def test_decode_equals_torch(
 
 @dtypes
 @pytest.mark.parametrize(("shape", "block_size"), list(zip(SHAPES, [256, 16, 48, 256], strict=True)))
-@pytest.mark.parametrize("is_paged", [False, True], ids=["packed", "prefix"])
+@pytest.mark.parametrize(
+    "is_paged", [pytest.param(False, marks=pytest.mark.slow, id="packed"), pytest.param(True, id="prefix")]
+)
 @pytest.mark.parametrize("name", GPU_BACKENDS)
 def test_prefill_equals_torch(
     name: str, is_paged: bool, shape: tuple, block_size: int, dtype: torch.dtype, device, backend_for, paged_batch

@@ -75,7 +75,7 @@ def test_text_comes_in_whole_characters(tokenizer):
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_tokens(tokenizer, skip, data):
     check(tokenizer, data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=80)), skip)
