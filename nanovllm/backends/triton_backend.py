@@ -16,7 +16,7 @@ from nanovllm.utils.context import Context
 
 
 class TritonBackend(AttentionBackend):
-    """Flash attention for prefill, split-KV paged attention for decode."""
+    """Flash attention for prefill; for decode paged attention, fused with what precedes it when the device is a GPU."""
 
     name = "triton"
     fuses_decode = True
