@@ -2,10 +2,11 @@
 
 Reading the cache is nearly all of the work, so everything here serves its bandwidth:
 - A program reads one KV head for all query heads that share it, so that no key is read twice.
-- A sequence is cut into pieces, one program each. How long a piece may be follows from the lengths: so long that one
-  wave of programs takes all, or, of that much work that they would be longer than 1,024 tokens, as short as the grid
-  allows. The host fixes only the grid, which a CUDA graph replays; a tiny kernel draws up the plan on the device once a
-  step, for all layers.
+- A sequence is cut into pieces, one program each: the shortest pieces with which all programs run at once, or, where
+  those would be longer than 1,024 tokens, pieces of that many. The host fixes only the grid, which a CUDA graph
+  replays; a tiny kernel draws up the plan on the device once a step, for all layers.
+- The longest pieces start first (Graham, 1969), so that the last ones to run are short and all multiprocessors finish
+  at about the same time.
 - The program of a whole sequence writes the result itself. Of several pieces, the program that finishes last puts their
   results together: no second kernel.
 - The KV head is the fastest grid axis: in the cache the heads of a token are neighbours, and are read together.
@@ -31,56 +32,89 @@ from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 LOG2_E = 1.4426950408889634
 
 LONG_PIECE = 1024  # tokens
-LENGTHS_AT_ONCE = 512  # sequences that the plan looks at in one go
+LENGTHS_AT_ONCE = 256  # sequences that the plan looks at in one go
+RIVALS_AT_ONCE = 32  # sequences that it compares each of them with at a time
+PLAN_FIELDS = 5
 COMBINE_ELEMENTS = 4096  # partial results that the combining program takes at a time
 NUM_COUNTERS = 1 << 16
 
 
 @triton.jit
-def _num_tiles(context_len, TILE: tl.constexpr, FUSED: tl.constexpr):
-    """Tiles of a sequence. FUSED, its last token is not in the cache yet."""
-    cached = context_len - 1 if FUSED else context_len
-    return tl.maximum(tl.cdiv(cached, TILE), 1)
+def _num_tiles(context_lens_ptr, seq, num_seqs, TILE: tl.constexpr, FUSED: tl.constexpr):
+    """Tiles of the sequences `seq`, at least one each; 0 past the last. FUSED, the newest token is not in the cache."""
+    cached = tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0) - (1 if FUSED else 0)
+    return tl.where(seq < num_seqs, tl.maximum(tl.cdiv(cached, TILE), 1), 0)
+
+
+@triton.jit
+def _store_entry(entry_ptr, seq, index, num_pieces, size, first_slot, mask):
+    tl.store(entry_ptr, seq, mask=mask)
+    tl.store(entry_ptr + 1, index, mask=mask)
+    tl.store(entry_ptr + 2, num_pieces, mask=mask)
+    tl.store(entry_ptr + 3, size, mask=mask)
+    tl.store(entry_ptr + 4, first_slot, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_programs", "wave"])
 def _plan_kernel(
-    plan_ptr,  # [P, 4] int32: sequence (-1: no piece), index of the piece in it, its number of pieces, tiles per piece
+    plan_ptr,  # [P, PLAN_FIELDS] int32: sequence (-1: no piece), index of the piece in it, its number of pieces, tiles
+    #            per piece, slot of its first partial result
     context_lens_ptr,  # [B]
     num_seqs,
     num_programs,
     wave,  # programs that run at a time
     TILE: tl.constexpr,
     FUSED: tl.constexpr,
-    LONG: tl.constexpr,
+    MAX_SIZE: tl.constexpr,  # tiles of a long piece
     LENGTHS: tl.constexpr,
+    RIVALS: tl.constexpr,
+    FIELDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_inputs(PDL)
+    sizes = 1 + tl.arange(0, MAX_SIZE)
+    counts = tl.zeros((MAX_SIZE,), tl.int32)  # pieces of each size that all sequences make
     total = 0
     for first in range(0, num_seqs, LENGTHS):
-        seq = first + tl.arange(0, LENGTHS)
-        tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
-        total += tl.sum(tl.where(seq < num_seqs, tiles, 0), axis=0)
+        tiles = _num_tiles(context_lens_ptr, first + tl.arange(0, LENGTHS), num_seqs, TILE, FUSED)
+        counts += tl.sum(tl.cdiv(tiles[:, None], sizes[None, :]), axis=0)
+        total += tl.sum(tiles, axis=0)
+    size = tl.min(tl.where(counts <= wave, sizes, MAX_SIZE), axis=0)
     # A sequence has at most one piece that is shorter: num_seqs + total // size pieces are enough for all.
-    size = tl.maximum(tl.cdiv(total, num_programs - num_seqs), tl.minimum(tl.cdiv(total, wave), LONG // TILE))
-    planned = 0
+    size = tl.maximum(size, tl.cdiv(total, num_programs - num_seqs))
+    # Whole pieces first, then the remainders, the longest ahead. A sequence's results lie side by side all the same.
+    planned, slot = 0, 0
     for first in range(0, num_seqs, LENGTHS):
         seq = first + tl.arange(0, LENGTHS)
-        tiles = _num_tiles(tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0), TILE, FUSED)
-        pieces = tl.where(seq < num_seqs, tl.cdiv(tiles, size), 0)
-        entry_ptr = plan_ptr + (planned + tl.cumsum(pieces, axis=0) - pieces) * 4
-        for index in range(0, tl.max(pieces, axis=0)):
-            mask = index < pieces
-            tl.store(entry_ptr + index * 4, seq, mask=mask)
-            tl.store(entry_ptr + index * 4 + 1, index, mask=mask)
-            tl.store(entry_ptr + index * 4 + 2, pieces, mask=mask)
-            tl.store(entry_ptr + index * 4 + 3, size, mask=mask)
-        planned += tl.sum(pieces, axis=0)
+        tiles = _num_tiles(context_lens_ptr, seq, num_seqs, TILE, FUSED)
+        whole, pieces = tiles // size, tl.cdiv(tiles, size)
+        first_slot = slot + tl.cumsum(pieces, axis=0) - pieces
+        entry_ptr = plan_ptr + (planned + tl.cumsum(whole, axis=0) - whole) * FIELDS
+        for index in range(0, tl.max(whole, axis=0)):
+            _store_entry(entry_ptr + index * FIELDS, seq, index, pieces, size, first_slot, index < whole)
+        planned += tl.sum(whole, axis=0)
+        slot += tl.sum(pieces, axis=0)
+    num_whole, slot = planned, 0
+    for first in range(0, num_seqs, LENGTHS):
+        seq = first + tl.arange(0, LENGTHS)
+        tiles = _num_tiles(context_lens_ptr, seq, num_seqs, TILE, FUSED)
+        pieces, rest = tl.cdiv(tiles, size), tiles % size
+        first_slot = slot + tl.cumsum(pieces, axis=0) - pieces
+        rank = tl.zeros((LENGTHS,), tl.int32)
+        for first_rival in range(0, num_seqs, RIVALS):
+            rival = first_rival + tl.arange(0, RIVALS)
+            rival_rest = (_num_tiles(context_lens_ptr, rival, num_seqs, TILE, FUSED) % size)[None, :]
+            is_tie = (rival_rest == rest[:, None]) & (rival[None, :] < seq[:, None])
+            rank += tl.sum(((rival_rest > rest[:, None]) | is_tie).to(tl.int32), axis=1)
+        _store_entry(
+            plan_ptr + (num_whole + rank) * FIELDS, seq, tiles // size, pieces, size, first_slot, rest > 0
+        )  # fmt: skip
+        planned += tl.sum((rest > 0).to(tl.int32), axis=0)
+        slot += tl.sum(pieces, axis=0)
     for first in range(planned, num_programs, LENGTHS):
         program = first + tl.arange(0, LENGTHS)
-        tl.store(plan_ptr + program * 4, -1, mask=program < num_programs)
+        tl.store(plan_ptr + program * FIELDS, -1, mask=program < num_programs)
 
 
 @triton.jit(do_not_specialize=["block_table_stride"])
@@ -89,7 +123,7 @@ def _decode_kernel(
     partial_out_ptr,  # [Hkv, P, G, D] float32, normalised within the piece
     partial_lse_ptr,  # [Hkv, P, G] float32, log2 of the piece's sum of exponentials
     arrivals_ptr,  # [B, Hkv] int32, 0 before and after
-    plan_ptr,  # [P, 4] int32, see _plan_kernel
+    plan_ptr,  # [P, PLAN_FIELDS] int32, see _plan_kernel
     q_ptr,  # [B, Hq, D]; FUSED: [B, (Hq + 2 * Hkv) * D], q, k, v as projected
     k_cache_ptr,  # [slots, Hkv, D]
     v_cache_ptr,  # [slots, Hkv, D]
@@ -111,6 +145,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     G_POW2: tl.constexpr,
     COMBINE_TILE: tl.constexpr,
+    PLAN_FIELDS: tl.constexpr,
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -118,12 +153,14 @@ def _decode_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     kv_head, program = tl.program_id(0), tl.program_id(1)
-    seq = tl.load(plan_ptr + program * 4)
+    entry_ptr = plan_ptr + program * PLAN_FIELDS
+    seq = tl.load(entry_ptr)
     if seq < 0:
         return
-    index = tl.load(plan_ptr + program * 4 + 1)
-    num_pieces = tl.load(plan_ptr + program * 4 + 2)
-    piece_size = tl.load(plan_ptr + program * 4 + 3) * TILE
+    index = tl.load(entry_ptr + 1)
+    num_pieces = tl.load(entry_ptr + 2)
+    piece_size = tl.load(entry_ptr + 3) * TILE
+    first_slot = tl.load(entry_ptr + 4)
     context_len = tl.load(context_lens_ptr + seq)
 
     row = tl.arange(0, G_PAD)
@@ -184,8 +221,8 @@ def _decode_kernel(
         out_row = seq.to(tl.int64) * (HKV * G) + head
         tl.store(out_ptr + out_row[:, None] * D + dim[None, :], acc, mask=head_mask)
     else:
-        piece = kv_head * tl.num_programs(1) + program  # those of one sequence are neighbours
-        partial = piece * G + row
+        first_piece = kv_head * tl.num_programs(1) + first_slot
+        partial = (first_piece + index) * G + row
         tl.store(partial_out_ptr + partial[:, None] * D + dim[None, :], acc, mask=head_mask)
         tl.store(partial_lse_ptr + partial, max_score + tl.log2(denominator), mask=row < G)
         # All threads have written; the counter's release and acquire order these writes before the last one's reads.
@@ -194,7 +231,7 @@ def _decode_kernel(
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_pieces - 1:
             _combine(
                 out_ptr + (seq.to(tl.int64) * HKV + kv_head) * (G * D), partial_out_ptr, partial_lse_ptr,
-                piece - index, num_pieces, G, G_POW2, D, D_PAD, COMBINE_TILE,
+                first_piece, num_pieces, G, G_POW2, D, D_PAD, COMBINE_TILE,
             )  # fmt: skip
             tl.store(counter_ptr, 0)
 
@@ -308,41 +345,44 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _config(row_bytes: int) -> tuple[int, int]:
-    """(tokens per tile, num_stages); row_bytes is what one padded key takes.
+def _config(row_bytes: int) -> tuple[int, int, int]:
+    """(tokens per tile, num_stages, num_warps); row_bytes is what one padded key takes.
 
-    num_stages - 1 tiles are on their way at a time. No configuration takes more than 85 KB of shared memory, so that a
-    multiprocessor of an H200 holds two or three programs, and every GPU since Ampere at least one.
+    num_stages - 1 tiles are on their way at a time. No configuration takes more than 75 KB of shared memory, so that a
+    multiprocessor of an H200 holds PROGRAMS_AT_ONCE programs, and every GPU since Ampere at least one.
     """
     if row_bytes > 512:  # float32 with head_dim above 128
-        return (16, 2)
+        return (16, 2, 4)
     if row_bytes > 256:  # float32, or head_dim above 128
-        return (64, 2)
-    return (64, 3)
+        return (64, 2, 4)
+    return (64, 3, 2)
+
+
+PROGRAMS_AT_ONCE = 3  # of a multiprocessor
 
 
 def _grid(batch: int, num_kv_heads: int, max_context_len: int, num_multiprocessors: int) -> tuple[int, int]:
     """(programs, programs of one wave), both per KV head: one for each sequence, and more to cut long ones with.
 
     Measured on one H200: a program without work costs 2 ns; few pieces per sequence leave a last wave with little to
-    do, so where sequences may be long there are up to four waves.
+    do, so where sequences may be long there are up to three waves.
     """
-    wave = triton.cdiv(2 * num_multiprocessors, num_kv_heads)
-    cuts = min(max(batch * max_context_len // LONG_PIECE, wave), 4 * wave)
+    wave = max(PROGRAMS_AT_ONCE * num_multiprocessors // num_kv_heads, 1)
+    cuts = min(max(batch * max_context_len // LONG_PIECE, wave), 3 * wave)
     return batch + max(batch // 2, cuts), wave
 
 
 def plan_decode(
     context_lens: torch.Tensor, max_context_len: int, num_kv_heads: int, row_bytes: int, fused: bool
 ) -> torch.Tensor:
-    """Which program takes which piece, for every layer of a step: [P, 4] int32, see `_plan_kernel`.
+    """Which program takes which piece, for every layer of a step: [P, PLAN_FIELDS] int32, see `_plan_kernel`.
 
     context_lens [B] int32, as the attention will get them, none above the host's bound max_context_len; row_bytes as
     in `padded_row_bytes`.
     """
-    batch = len(context_lens)
+    batch, tile = len(context_lens), _config(row_bytes)[0]
     num_programs, wave = _grid(batch, num_kv_heads, max_context_len, _num_multiprocessors(context_lens.device))
-    plan = torch.empty((num_programs, 4), dtype=torch.int32, device=context_lens.device)
+    plan = torch.empty((num_programs, PLAN_FIELDS), dtype=torch.int32, device=context_lens.device)
     launch(
         _plan_kernel,
         (1,),
@@ -351,11 +391,13 @@ def plan_decode(
         batch,
         num_programs,
         wave,
-        TILE=_config(row_bytes)[0],
+        TILE=tile,
         FUSED=fused,
-        LONG=LONG_PIECE,
+        MAX_SIZE=LONG_PIECE // tile,
         LENGTHS=LENGTHS_AT_ONCE,
-        num_warps=4,
+        RIVALS=RIVALS_AT_ONCE,
+        FIELDS=PLAN_FIELDS,
+        num_warps=8,
         **pdl_options(context_lens.device),
     )
     return plan
@@ -428,7 +470,7 @@ def _launch(
     cos_sin, q_weight, k_weight, eps = rope or (None, None, None, 0.0)
     group = num_heads // num_kv_heads
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    tile, num_stages = _config(padded_row_bytes(head_dim, q.dtype))
+    tile, num_stages, num_warps = _config(padded_row_bytes(head_dim, q.dtype))
     out = torch.empty((batch, num_heads, head_dim), dtype=q.dtype, device=q.device)
     partial_out = torch.empty((num_kv_heads, len(plan), group, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty((num_kv_heads, len(plan), group), dtype=torch.float32, device=q.device)
@@ -461,9 +503,10 @@ def _launch(
         TILE=tile,
         G_POW2=triton.next_power_of_2(group),
         COMBINE_TILE=max(COMBINE_ELEMENTS // (triton.next_power_of_2(group) * dim_pad), 1),
+        PLAN_FIELDS=PLAN_FIELDS,
         FUSED=rope is not None,
         NORM=q_weight is not None,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=num_stages,
         **pdl_options(q.device),
     )

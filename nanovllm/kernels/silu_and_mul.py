@@ -11,17 +11,23 @@ BLOCK = 1024
 
 
 @triton.jit
+def gate(x, up, dtype: tl.constexpr):
+    """silu(x) * up of float32 values, rounded to `dtype` where separate operations would round."""
+    x = x.to(dtype).to(tl.float32)
+    silu = (x / (1.0 + tl.exp(-x))).to(dtype)
+    return silu.to(tl.float32) * up.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def _silu_and_mul_kernel(out_ptr, x_ptr, x_stride, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: E741
     let_next_start(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < I
-    gate = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0)
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * x_stride + I + offsets, mask=mask, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded here, as separate silu and mul operations would
-    tl.store(out_ptr + row * I + offsets, silu.to(tl.float32) * up.to(tl.float32), mask=mask)
+    tl.store(out_ptr + row * I + offsets, gate(x.to(tl.float32), up.to(tl.float32), x.dtype), mask=mask)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

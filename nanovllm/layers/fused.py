@@ -1,13 +1,13 @@
-"""Two layers as one: what a model writes where, on a GPU and for a few rows, the first is a prologue of the second.
+"""Two layers as one: what a model writes where, on a GPU and for a few rows, a neighbour of a projection is part of it.
 
-Each function says in its last lines what it means; the kernels above them compute the same with one launch.
+Each function says in its last lines what it means; the kernels above them compute the same with fewer launches.
 """
 
 import torch
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase, is_small
+from nanovllm.layers.linear import LinearBase, few_rows_kernel
 from nanovllm.utils.dist import Group
 
 
@@ -19,30 +19,38 @@ def reduce_norm(
 
 
 def norm_linear(
-    norm: RMSNorm, linear: LinearBase, x: torch.Tensor, residual: torch.Tensor | None, is_partial: bool = False
+    norm: RMSNorm,
+    linear: LinearBase,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    act_fn: SiluAndMul | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear(norm(x + residual))`, and the sum, which is the next residual. x: [T, K]; no residual counts as 0.
+    """`act_fn(linear(norm(s + residual)))`, and the sum, which is the next residual.
 
-    `is_partial`: x is this rank's part of a sum (a RowParallelLinear without `reduce_results` made it).
+    x [T, K] is this rank's part of a sum s, as a RowParallelLinear without `reduce_results` leaves it; with no residual
+    it is whole.
     """
     if residual is None:
-        return linear(norm(x)), x
-    if is_partial and linear.group.size > 1:
-        x, residual = reduce_norm(linear.group, norm, x, residual)
-        return linear(x), residual
-    if is_small(x, linear.weight, fused=True):
+        return _linear(linear, act_fn, norm(x)), x
+    if linear.group.size == 1 and _takes_norm(x, linear.weight):
         from nanovllm.kernels.small_linear import norm_linear as kernel
 
-        y, residual = kernel(x, residual, norm.weight, norm.eps, linear.weight, linear.own_bias)
-        return linear.finish(y), residual
-    x, residual = norm(x, residual)
-    return linear(x), residual
+        return kernel(x, residual, norm.weight, norm.eps, linear.weight, linear.own_bias, act_fn is not None)
+    x, residual = reduce_norm(linear.group, norm, x, residual)
+    return _linear(linear, act_fn, x), residual
 
 
-def silu_mul_linear(act_fn: SiluAndMul, linear: LinearBase, x: torch.Tensor) -> torch.Tensor:
-    """`linear(act_fn(x))`. x: [T, 2 * K], gate then up."""
-    if is_small(x, linear.weight, fused=True):
-        from nanovllm.kernels.small_linear import silu_mul_linear as kernel
+def _linear(linear: LinearBase, act_fn: SiluAndMul | None, x: torch.Tensor) -> torch.Tensor:
+    kernel = few_rows_kernel(x, linear.weight)
+    if kernel is not None and act_fn is not None:
+        return kernel(x, linear.weight, linear.own_bias, gated=True)
+    return linear(x) if act_fn is None else act_fn(linear(x))
 
-        return linear.finish(kernel(x, linear.weight, linear.own_bias))
-    return linear(act_fn(x))
+
+def _takes_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Each program of the kernel computes the norm again: worth it for one row or two and a small matrix only."""
+    if not x.is_cuda:
+        return False
+    from nanovllm.kernels.small_linear import MAX_ELEMENTS, MAX_ROWS
+
+    return x.shape[0] <= MAX_ROWS and weight.numel() <= MAX_ELEMENTS

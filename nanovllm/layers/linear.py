@@ -6,6 +6,7 @@ With one rank every layer is a plain `F.linear`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,16 +24,18 @@ def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
     target.copy_(source)
 
 
-def is_small(x: torch.Tensor, weight: torch.Tensor, fused: bool = False) -> bool:
-    """Whether `x` is on a GPU and has so few rows that the kernels of `small_linear.py` beat the library's GEMM.
-
-    Fused, each program computes the prologue again: worth it for small matrices only.
-    """
+def few_rows_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The kernel that beats the library's GEMM at so few rows, `kernel(x, weight, bias, gated)`; None on a CPU."""
     if not x.is_cuda:
-        return False
-    from nanovllm.kernels.small_linear import MAX_ELEMENTS, MAX_ROWS
+        return None
+    from nanovllm.kernels import skinny_linear, small_linear
 
-    return x.shape[0] <= MAX_ROWS if weight.numel() <= MAX_ELEMENTS else x.shape[0] == 1 and not fused
+    num_rows, num_elements = x.shape[0], weight.numel()
+    if num_rows == 1 or num_rows <= small_linear.MAX_ROWS and num_elements <= small_linear.MAX_ELEMENTS:
+        return small_linear.small_linear
+    if num_rows <= skinny_linear.MAX_ROWS and num_elements <= skinny_linear.MAX_ELEMENTS and x.element_size() == 2:
+        return skinny_linear.skinny_linear
+    return None
 
 
 class LinearBase(nn.Module, ABC):
@@ -64,11 +67,8 @@ class LinearBase(nn.Module, ABC):
         return y
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if is_small(x, self.weight):
-            from nanovllm.kernels.small_linear import small_linear
-
-            return self.finish(small_linear(x, self.weight, self.own_bias))
-        return self.finish(F.linear(x, self.weight, self.own_bias))
+        product = few_rows_kernel(x, self.weight) or F.linear
+        return self.finish(product(x, self.weight, self.own_bias))
 
 
 class ReplicatedLinear(LinearBase):

@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fused import norm_linear, reduce_norm, silu_mul_linear
+from nanovllm.layers.fused import norm_linear, reduce_norm
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
@@ -51,7 +51,7 @@ class Qwen3Attention(nn.Module):
         rotary: RotaryEmbedding,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
-        qkv, residual = norm_linear(input_norm, self.qkv_proj, hidden_states, residual, is_partial=True)
+        qkv, residual = norm_linear(input_norm, self.qkv_proj, hidden_states, residual)
         return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm)), residual
 
 
@@ -68,8 +68,8 @@ class Qwen3MLP(nn.Module):
         self, hidden_states: torch.Tensor, residual: torch.Tensor, input_norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """MLP over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
-        gate_up, residual = norm_linear(input_norm, self.gate_up_proj, hidden_states, residual, is_partial=True)
-        return silu_mul_linear(self.act_fn, self.down_proj, gate_up), residual
+        activated, residual = norm_linear(input_norm, self.gate_up_proj, hidden_states, residual, self.act_fn)
+        return self.down_proj(activated), residual
 
 
 class Qwen3DecoderLayer(nn.Module):

@@ -200,10 +200,12 @@ def test_fused_equals_norm_rope_and_store_followed_by_attention(
 @pytest.mark.parametrize(
     ("num_programs", "wave", "long", "size"),
     [
-        (6, 1, 1024, 10),  # one program more than sequences: every sequence whole
-        (16, 1, 64, 1),  # as short as the grid allows
-        (16, 4, 1024, 3),  # one wave
-        (16, 4, 128, 2),  # one wave would be too long
+        (16, 5, 1024, 5),  # one wave of whole sequences
+        (16, 7, 1024, 2),  # one wave
+        (16, 6, 1024, 3),
+        (16, 6, 128, 2),  # one wave would be too long
+        (16, 4, 64, 1),  # too many sequences for one wave
+        (6, 1, 64, 10),  # as short as the grid allows: one program more than sequences
     ],
 )
 def test_a_plan_covers_every_tile_once(
@@ -212,9 +214,13 @@ def test_a_plan_covers_every_tile_once(
     monkeypatch.setattr(module, "_grid", lambda *_: (num_programs, wave))
     monkeypatch.setattr(module, "LONG_PIECE", long)
     monkeypatch.setattr(module, "LENGTHS_AT_ONCE", 4)
+    monkeypatch.setattr(module, "RIVALS_AT_ONCE", 2)
     lens, tiles = [300, 0, 65, 66, 1], [5, 1, 1, 2, 1]
     context_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     plan = module.plan_decode(context_lens, 300, 1, 64, fused=True).tolist()
-    expected = [[seq, i, -(-n // size), size] for seq, n in enumerate(tiles) for i in range(-(-n // size))]
+    pieces = [-(-n // size) for n in tiles]
+    expected = [[seq, index, pieces[seq], size, sum(pieces[:seq])] for seq in range(5) for index in range(pieces[seq])]
+    length = {(seq, index): min(size, tiles[seq] - index * size) for seq, index, *_ in expected}
+    expected.sort(key=lambda entry: (-length[entry[0], entry[1]], entry))  # the longest first
     assert plan[: len(expected)] == expected
     assert all(entry[0] == -1 for entry in plan[len(expected) :])

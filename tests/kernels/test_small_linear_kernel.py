@@ -1,4 +1,4 @@
-"""The products for a few rows, plain and with their prologues, against the layers that they stand for."""
+"""The products for a few rows, plain and with what is fused into them, against the layers that they stand for."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.small_linear import MAX_ROWS, norm_linear, silu_mul_linear, small_linear
+from nanovllm.kernels import skinny_linear as skinny
+from nanovllm.kernels.skinny_linear import skinny_linear
+from nanovllm.kernels.small_linear import MAX_ROWS, norm_linear, small_linear
 from nanovllm.layers.layernorm import RMSNorm
 
 TOLERANCE = {
@@ -26,31 +28,56 @@ def test_small_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, randn: 
         torch.testing.assert_close(small_linear(x, weight, b), expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
+@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
-def test_norm_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, randn: Callable[..., torch.Tensor]) -> None:
+def test_norm_linear(
+    num_rows: int, gated: bool, k: int, n: int, dtype: torch.dtype, randn: Callable[..., torch.Tensor]
+) -> None:
     x, residual = randn(num_rows, k, dtype=dtype), randn(num_rows, k, dtype=dtype)
     before = x.clone(), residual.clone()
     norm = RMSNorm(k, eps=1e-5)
     norm.weight.data = randn(k, dtype=dtype)
-    weight, bias = randn(n, k, dtype=dtype), randn(n, dtype=dtype)
-    y, new_residual = norm_linear(x, residual, norm.weight, norm.eps, weight, bias)
+    weight, bias = (randn(2 * n if gated else n, *rest, dtype=dtype) for rest in ((k,), ()))
+    weight /= k**0.5
+    y, new_residual = norm_linear(x, residual, norm.weight, norm.eps, weight, bias, gated)
     assert torch.equal(new_residual, x + residual)
-    expected = F.linear(norm.normalize(x + residual).float(), weight.float(), bias.float()).to(dtype)
-    torch.testing.assert_close(y, expected, **TOLERANCE[dtype])
+    expected = F.linear(norm.normalize(x + residual).float(), weight.float(), bias.float())
+    torch.testing.assert_close(y, gate(expected, gated).to(dtype), **TOLERANCE[dtype])
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, MAX_ROWS])
-@pytest.mark.parametrize(("k", "n"), SHAPES)
-def test_silu_mul_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, randn: Callable[..., torch.Tensor]) -> None:
-    x, weight = randn(num_rows, 2 * k, dtype=dtype), randn(n, k, dtype=dtype)
-    expected = F.linear((F.silu(x[:, :k]) * x[:, k:]).float(), weight.float()).to(dtype)
-    torch.testing.assert_close(silu_mul_linear(x, weight), expected, **TOLERANCE[dtype])
+def gate(y: torch.Tensor, gated: bool) -> torch.Tensor:
+    """silu(first half) * second half of the columns."""
+    return F.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :] if gated else y
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_gated(num_rows: int, has_bias: bool, dtype: torch.dtype, randn: Callable[..., torch.Tensor]) -> None:
+    for k, n in SHAPES:
+        x, weight = randn(num_rows, k, dtype=dtype), randn(2 * n, k, dtype=dtype) / k**0.5
+        bias = randn(2 * n, dtype=dtype) if has_bias else None
+        expected = gate(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), True).to(dtype)
+        torch.testing.assert_close(small_linear(x, weight, bias, gated=True), expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("num_rows", "has_bias"), [(1, True), (3, False), (skinny.MAX_ROWS, True)])
+@pytest.mark.parametrize(("k", "n"), [*SHAPES, (16, 8), (2048, 24), (3072, 9)])
+def test_skinny_linear(
+    num_rows: int, has_bias: bool, gated: bool, k: int, n: int, dtype: torch.dtype, randn: Callable[..., torch.Tensor]
+) -> None:
+    """Slices and chunks that K fills in part, several chunks, blocks that N fills in part."""
+    x, weight = randn(num_rows, k, dtype=dtype), randn(2 * n if gated else n, k, dtype=dtype) / k**0.5
+    bias = randn(len(weight), dtype=dtype) if has_bias else None
+    expected = gate(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), gated).to(dtype)
+    torch.testing.assert_close(skinny_linear(x, weight, bias, gated), expected, **TOLERANCE[dtype])
 
 
 def test_rows_of_the_input_may_be_strided(randn: Callable[..., torch.Tensor]) -> None:
     wide, weight = randn(2, 100, dtype=torch.float32), randn(8, 64, dtype=torch.float32)
     expected = F.linear(wide[:, 10:74], weight)
     torch.testing.assert_close(small_linear(wide[:, 10:74], weight), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(skinny_linear(wide[:, 10:74], weight), expected, rtol=1e-4, atol=1e-4)
