@@ -16,7 +16,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from nanovllm.kernels import decode_attention, prefill_attention, small_linear
+from nanovllm.kernels import decode_attention, prefill_attention, skinny_linear, small_linear
 
 DEVICE = "cuda"
 
@@ -45,23 +45,23 @@ def bench_linear() -> None:
     layers = 28
     shapes = {"qkv": (4096, 1024), "o": (1024, 2048), "gate_up": (6144, 1024), "down": (1024, 3072)}
     shapes |= {"8b qkv": (6144, 4096), "8b o": (4096, 4096), "8b gate_up": (24576, 4096), "8b down": (4096, 12288)}
-    print(f"{'matrix':>12} {'rows':>4} {'bytes us':>8} {'cuBLAS':>8}  ours by elements per program")
+    print("us a call; gate_up without SiLU-mul in cuBLAS, with it in ours")
+    print(f"{'matrix':>12} {'rows':>4} {'bytes':>6} {'cuBLAS':>7} {'small':>7} {'skinny':>7}")
     for name, (n, k) in shapes.items():
         weights = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) / k**0.5 for _ in range(layers)]
-        for rows in (1, 2, 4):
+        for rows in (1, 2, 4, 8, 16):
             x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
             theirs = time_us(lambda: [F.linear(x, w) for w in weights]) / layers
             ours = {}
-            for elements in (4096, 8192, 16384, 32768):
-                small_linear.TILE_ELEMENTS = elements
-                torch.testing.assert_close(
-                    small_linear.small_linear(x, weights[0]), F.linear(x, weights[0]), rtol=3e-2, atol=3e-2
-                )
-                ours[elements] = time_us(lambda: [small_linear.small_linear(x, w) for w in weights]) / layers
-            bytes_us = n * k * 2 / 4.56e6
+            for kernel in (small_linear.small_linear, skinny_linear.skinny_linear):
+                if kernel is small_linear.small_linear and rows > small_linear.MAX_ROWS:
+                    continue
+                torch.testing.assert_close(kernel(x, weights[0]), F.linear(x, weights[0]), rtol=3e-2, atol=3e-2)
+                gated = "gate_up" in name
+                ours[kernel.__name__] = time_us(lambda: [kernel(x, w, gated=gated) for w in weights]) / layers
             print(
-                f"{name:>12} {rows:>4} {bytes_us:8.2f} {theirs:8.2f}  "
-                + " ".join(f"{e}:{t:.2f}" for e, t in ours.items())
+                f"{name:>12} {rows:>4} {n * k * 2 / 4.39e6:6.2f} {theirs:7.2f} "
+                f"{ours.get('small_linear', float('nan')):7.2f} {ours['skinny_linear']:7.2f}"
             )
 
 
@@ -135,21 +135,21 @@ def bench_decode() -> None:
         q = torch.randn(batch, hq, d, device=DEVICE, dtype=torch.bfloat16)
         num_bytes = int(lengths.sum()) * hkv * d * 2 * 2
         results = {}
-        grid, config = decode_attention._grid, decode_attention._config
-        for cuts in (1, 2, 4, 8):  # programs beyond one per sequence, in waves
-            for tile_config in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3)):
-                decode_attention._grid = lambda b, h, m, n: (b + cuts * triton.cdiv(2 * n, h), triton.cdiv(2 * n, h))
+        at_once, config = decode_attention.PROGRAMS_AT_ONCE, decode_attention._config
+        for wave in (2, 3, 4):  # programs of a multiprocessor
+            for tile_config in ((32, 3, 2), (64, 2, 2), (64, 3, 2), (64, 3, 4), (128, 2, 4)):
+                decode_attention.PROGRAMS_AT_ONCE = wave
                 decode_attention._config = lambda *_: tile_config
-                results[(cuts, *tile_config)] = time_us(
+                results[(wave, *tile_config)] = time_us(
                     lambda: [
                         decode_attention.decode_attention(q, k, v, tables, lens, width * 256, d**-0.5)
                         for k, v in caches
                     ]
                 ) / layers  # fmt: skip
-        decode_attention._grid, decode_attention._config = grid, config
+        decode_attention.PROGRAMS_AT_ONCE, decode_attention._config = at_once, config
         best = sorted(results.items(), key=lambda item: item[1])[:6]
         row = ", ".join(f"{name}: {us:.1f} us {num_bytes / us / 1e6:.2f} TB/s" for name, us in best)
-        print(f"{batch} x {low}..{high} (grid {grid(batch, hkv, width * 256, 132)}), best (cuts, tile, stages): {row}")
+        print(f"{batch} x {low}..{high}, best (programs at once, tile, stages, warps): {row}")
 
 
 def main() -> None:

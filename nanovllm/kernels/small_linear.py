@@ -23,8 +23,18 @@ from nanovllm.kernels.silu_and_mul import gate
 MAX_ROWS = 2
 # Past one row, only up to this many weight elements: measured on one H200, larger matrices do better in cuBLAS.
 MAX_ELEMENTS = 1 << 23
-# Weight elements a program loads: 8 KB in 16-bit dtypes, so that each of its threads has several loads in flight.
+# Weight elements a program has on their way: 8 KB in 16-bit dtypes, so that each thread has several loads in flight.
 TILE_ELEMENTS = 4096
+# A matrix of more elements than this has programs enough without that: there a program walks along its rows, with one
+# chunk of them in its hands and the next on its way.
+LARGE_ELEMENTS = 1 << 22
+CHUNK = 1024
+
+
+@triton.jit
+def _load(weight_ptr, cell, n_mask, k, K: tl.constexpr):
+    # Each weight is used once: let it leave the L2 first.
+    return tl.load(weight_ptr + cell, mask=n_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 # Few compiled kernels serve all layers: only the inner size and the number of rows, rounded up, make another one.
@@ -44,7 +54,7 @@ def _small_linear_kernel(
     N,
     M_PAD: tl.constexpr,
     K: tl.constexpr,
-    K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,  # of K; all of it with NORM, and with M_PAD above 1
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
@@ -54,35 +64,48 @@ def _small_linear_kernel(
     let_next_start(PDL)
     program = tl.program_id(0)
     n = program * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, K_PAD)
-    n_mask, k_mask = n < N, k < K
+    k = tl.arange(0, CHUNK)
+    n_mask = n < N
     # The weight first: it depends on nothing, and its loads run while the input is still being computed.
     cell = n.to(tl.int64)[:, None] * K + k[None, :]
-    weight = tl.load(weight_ptr + cell, mask=n_mask[:, None] & k_mask[None, :], other=0.0)
+    up_ptr = weight_ptr + N.to(tl.int64) * K
+    weight = _load(weight_ptr, cell, n_mask, k, K)
     if GATED:
-        up_weight = tl.load(
-            weight_ptr + N.to(tl.int64) * K + cell, mask=n_mask[:, None] & k_mask[None, :], other=0.0
-        )  # fmt: skip
+        up_weight = _load(up_ptr, cell, n_mask, k, K)
     dtype = weight.dtype
     if NORM:
-        norm_weight = tl.load(norm_weight_ptr + k, mask=k_mask, other=0.0).to(tl.float32)
+        norm_weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     for m in tl.static_range(M_PAD):
-        row_mask = k < tl.where(m < num_rows, K, 0)
-        x = tl.load(x_ptr + m * x_stride + k, mask=row_mask, other=0.0).to(tl.float32)
-        if NORM:
-            x += tl.load(residual_ptr + m * residual_stride + k, mask=row_mask, other=0.0).to(tl.float32)
-            rounded = x.to(dtype)
-            if program == 0:
-                tl.store(new_residual_ptr + m * K + k, rounded, mask=row_mask)
-            x = rounded.to(tl.float32)
-            x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)).to(dtype).to(tl.float32)
-            x = (x * norm_weight).to(dtype).to(tl.float32)
-        y = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+        acc = tl.zeros((BLOCK_N, CHUNK), tl.float32)
+        up_acc = tl.zeros((BLOCK_N, CHUNK), tl.float32)
+        for first in tl.static_range(0, K, CHUNK):
+            row_mask = first + k < tl.where(m < num_rows, K, 0)
+            x = tl.load(x_ptr + m * x_stride + first + k, mask=row_mask, other=0.0).to(tl.float32)
+            if first + CHUNK < K:
+                next_weight = _load(weight_ptr + first + CHUNK, cell, n_mask, first + CHUNK + k, K)
+                if GATED:
+                    next_up_weight = _load(up_ptr + first + CHUNK, cell, n_mask, first + CHUNK + k, K)
+            if NORM:
+                x += tl.load(residual_ptr + m * residual_stride + k, mask=row_mask, other=0.0).to(tl.float32)
+                rounded = x.to(dtype)
+                if program == 0:
+                    tl.store(new_residual_ptr + m * K + k, rounded, mask=row_mask)
+                x = rounded.to(tl.float32)
+                x = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)).to(dtype).to(tl.float32)
+                x = (x * norm_weight).to(dtype).to(tl.float32)
+            acc += weight.to(tl.float32) * x[None, :]
+            if GATED:
+                up_acc += up_weight.to(tl.float32) * x[None, :]
+            if first + CHUNK < K:
+                weight = next_weight
+                if GATED:
+                    up_weight = next_up_weight
+        y = tl.sum(acc, axis=1)
         if BIAS:
             y += tl.load(bias_ptr + n, mask=n_mask, other=0.0).to(tl.float32)
         if GATED:
-            up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
+            up = tl.sum(up_acc, axis=1)
             if BIAS:
                 up += tl.load(bias_ptr + N + n, mask=n_mask, other=0.0).to(tl.float32)
             y = gate(y, up, dtype)
@@ -102,8 +125,9 @@ def _launch(
     n, k = weight.shape
     n = n // 2 if gated else n
     assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous(), (num_rows, x.stride(), weight.stride())
-    k_pad = triton.next_power_of_2(k)
-    block_n = max(TILE_ELEMENTS // (2 * k_pad if gated else k_pad), 1)
+    is_chunked = residual is None and num_rows == 1 and weight.numel() > LARGE_ELEMENTS and k > CHUNK
+    chunk, tile = (CHUNK, 2 * CHUNK) if is_chunked else (triton.next_power_of_2(k), TILE_ELEMENTS)
+    block_n = max(tile // (2 * chunk if gated else chunk), 1)
     y = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     new_residual = None if residual is None else torch.empty((num_rows, k), dtype=x.dtype, device=x.device)
     launch(
@@ -123,7 +147,7 @@ def _launch(
         n,
         M_PAD=triton.next_power_of_2(num_rows),
         K=k,
-        K_PAD=k_pad,
+        CHUNK=chunk,
         BLOCK_N=block_n,
         NORM=residual is not None,
         GATED=gated,

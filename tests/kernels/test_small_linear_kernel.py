@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import skinny_linear as skinny
+from nanovllm.kernels import small_linear as small
 from nanovllm.kernels.skinny_linear import skinny_linear
 from nanovllm.kernels.small_linear import MAX_ROWS, norm_linear, small_linear
 from nanovllm.layers.layernorm import RMSNorm
@@ -74,6 +75,18 @@ def test_skinny_linear(
     bias = randn(len(weight), dtype=dtype) if has_bias else None
     expected = gate(F.linear(x.float(), weight.float(), None if bias is None else bias.float()), gated).to(dtype)
     torch.testing.assert_close(skinny_linear(x, weight, bias, gated), expected, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("k", [48, 64, 100])
+def test_large_matrices_are_taken_in_chunks(
+    k: int, gated: bool, dtype: torch.dtype, randn: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small, "LARGE_ELEMENTS", 0)
+    monkeypatch.setattr(small, "CHUNK", 32)
+    x, weight, bias = randn(1, k, dtype=dtype), randn(10, k, dtype=dtype) / k**0.5, randn(10, dtype=dtype)
+    expected = gate(F.linear(x.float(), weight.float(), bias.float()), gated).to(dtype)
+    torch.testing.assert_close(small_linear(x, weight, bias, gated), expected, **TOLERANCE[dtype])
 
 
 def test_rows_of_the_input_may_be_strided(randn: Callable[..., torch.Tensor]) -> None:
