@@ -1,7 +1,8 @@
 """The reference backend: plain PyTorch, any device, any dtype. The other backends are tested against this one.
 
 It gathers the keys and values out of the paged cache. Prefill goes sequence by sequence, through
-`scaled_dot_product_attention` (SDPA); decode is one masked batch. Shapes as in `nanovllm.backends.base`.
+`scaled_dot_product_attention` (SDPA); decode in masked batches of sequences of similar length. Shapes as in
+`nanovllm.backends.base`.
 """
 
 import torch
@@ -9,6 +10,9 @@ import torch.nn.functional as F
 
 from nanovllm.backends.base import AttentionBackend
 from nanovllm.utils.context import Context
+
+# Keys that decode gathers at a time. They should still be in a CPU's cache when they are multiplied.
+GROUP_BYTES = 2 << 20
 
 
 class TorchBackend(AttentionBackend):
@@ -62,36 +66,50 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         batch, num_heads, head_dim = q.shape
         block_size, num_kv_heads = k_cache.shape[1:3]
-        cells, bias = context.decode_plan or self.plan_decode(context, block_size, num_kv_heads, head_dim, q.dtype)
-        # Gathered by head, [B, Hkv, max_len, D]: then both products are plain batched ones. The query heads of one KV
-        # head are the rows of the left matrix, so that no key is repeated.
-        keys, values = (
-            cache.view(-1, head_dim).index_select(0, cells).view(batch, num_kv_heads, -1, head_dim)
-            for cache in (k_cache, v_cache)
-        )
+        plan = context.decode_plan or self.plan_decode(context, block_size, num_kv_heads, head_dim, q.dtype)
+        # The query heads of one KV head are the rows of a left matrix, so that no key is repeated.
         grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        scores = (grouped @ keys.transpose(2, 3)).float().mul_(scale).add_(bias)
-        out = scores.softmax(dim=-1).to(q.dtype) @ values
-        return torch.where(context.context_lens[:, None, None] > 0, out.view(batch, num_heads, head_dim), 0)
+        out = torch.zeros_like(grouped)
+        for rows, cells, bias in plan:
+            keys, values = (
+                cache.view(-1, head_dim).index_select(0, cells).view(len(rows), num_kv_heads, -1, head_dim)
+                for cache in (k_cache, v_cache)
+            )
+            out[rows] = F.scaled_dot_product_attention(grouped[rows], keys, values, attn_mask=bias, scale=scale)
+        return out.view(batch, num_heads, head_dim)
 
     def plan_decode(
         self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the keys lie, [B * Hkv * max_len] rows of a cache viewed as [-1, D], and 0 or -inf for each of them.
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The sequences in groups of similar length: (rows [n], cells [n * Hkv * max_len], bias [n, 1, 1, max_len]).
 
-        Past its length a row reads its own first token again: always valid where a length is not 0, so that nothing
-        else of the cache is touched and no NaN needs to be masked out of the values.
+        A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key and -inf past a sequence's length. There
+        it reads its own first token again, so that nothing else of the cache is touched and no NaN needs to be masked.
+        Sequences of length 0 are in no group.
         """
-        max_len = min(context.max_context_len, context.block_tables.shape[1] * block_size)
-        device = context.block_tables.device
-        lens = context.context_lens[:, None]
-        positions = torch.arange(max_len, device=device)
-        is_key = positions < lens  # [B, max_len]
-        blocks = context.block_tables.long()[:, positions // block_size]
-        slots = blocks * block_size + positions % block_size
-        slots = torch.where(is_key, slots, torch.where(lens > 0, slots[:, :1], 0))
-        cells = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads, device=device)[:, None]
-        return cells.flatten(), torch.where(is_key, 0.0, float("-inf"))[:, None, None]
+        lens = context.context_lens.tolist()
+        rows = sorted((row for row, length in enumerate(lens) if length), key=lambda row: -lens[row])
+        plan = []
+        while rows:
+            max_len = lens[rows[0]]
+            size = max(GROUP_BYTES // (max_len * num_kv_heads * head_dim * dtype.itemsize), 1)
+            plan.append(_plan_group(context, rows[:size], max_len, block_size, num_kv_heads, dtype))
+            rows = rows[size:]
+        return plan
+
+
+def _plan_group(
+    context: Context, rows: list[int], max_len: int, block_size: int, num_kv_heads: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    device = context.block_tables.device
+    index = torch.tensor(rows, device=device)
+    positions = torch.arange(max_len, device=device)
+    is_key = positions < context.context_lens[index, None]  # [n, max_len]
+    blocks = context.block_tables.long()[index[:, None], positions // block_size]
+    slots = blocks * block_size + positions % block_size
+    slots = torch.where(is_key, slots, slots[:, :1])
+    cells = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads, device=device)[:, None]
+    return index, cells.flatten(), torch.where(is_key, 0.0, float("-inf")).to(dtype)[:, None, None]
 
 
 def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

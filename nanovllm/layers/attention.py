@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.backends.base import AttentionBackend
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import RMSNorm, rms_normalize
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import get_context
 
@@ -86,9 +86,13 @@ class Attention(nn.Module):
                 slot_mapping,
             )
             return qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
-        q, k, v = qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
-        q = rotary_emb(positions, q_norm(q) if q_norm else q)
-        k = rotary_emb(positions, k_norm(k) if k_norm else k)
+        # Query and key heads side by side, so that each operation is one for both.
+        num_rotated = self.num_heads + self.num_kv_heads
+        qk, v = qkv.view(len(qkv), sum(heads), self.head_dim).split((num_rotated, self.num_kv_heads), dim=1)
+        if q_norm:
+            weight = torch.cat((q_norm.weight.expand(self.num_heads, -1), k_norm.weight.expand(self.num_kv_heads, -1)))
+            qk = rms_normalize(qk, weight, q_norm.eps)
+        q, k = rotary_emb(positions, qk).split(heads[:2], dim=1)
         if self.k_cache is not None:
             store_kvcache(k, v, self.k_cache, self.v_cache, slot_mapping)
         return q, k, v

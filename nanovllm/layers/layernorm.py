@@ -1,7 +1,6 @@
 """RMSNorm (Zhang and Sennrich, 2019), plain and with the residual addition that precedes it in every layer."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import copy_into
@@ -35,9 +34,12 @@ class RMSNorm(nn.Module):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The plain form, on any device."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # In 16 bits transformers rounds before it scales, and so do we.
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return x32.to(x.dtype) * self.weight
+        return rms_normalize(x, self.weight, self.eps)
+
+
+def rms_normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x of unit root mean square along its last dimension, times a weight that broadcasts against it."""
+    x32 = x.float()
+    scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    # In 16 bits transformers rounds before it applies the weight, and so do we.
+    return (x32 * scale).to(x.dtype).mul_(weight)
