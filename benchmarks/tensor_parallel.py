@@ -89,10 +89,11 @@ def measure(shape: str, ranks: int, args: argparse.Namespace) -> dict[str, objec
         cases = {"bench": (256, None, None, 0.6), "single": (1, 128, 512, 0.0)}
         for name in args.cases:
             num_seqs, input_len, output_len, temperature = cases[name]
+            sampling = {"temperature": temperature}
             warm_up_len = 32 if name == "bench" else 128
-            run(llm, make_workload(1, num_seqs, input_len, warm_up_len, 1024), temperature)
+            run(llm, make_workload(1, num_seqs, input_len, warm_up_len, 1024), sampling)
             workload = make_workload(0, num_seqs, input_len, output_len, 1024)
-            seconds = [run(llm, workload, temperature)[0] for _ in range(args.repeats)]
+            seconds = [run(llm, workload, sampling)[0] for _ in range(args.repeats)]
             num_tokens = sum(workload[1])
             result[name] = {
                 "tok_per_s": num_tokens / statistics.median(seconds),
