@@ -359,17 +359,18 @@ def _config(row_bytes: int) -> tuple[int, int, int]:
 
 
 PROGRAMS_AT_ONCE = 3  # of a multiprocessor
+MAX_WAVES = 5
 
 
 def _grid(batch: int, num_kv_heads: int, max_context_len: int, num_multiprocessors: int) -> tuple[int, int]:
-    """(programs, programs of one wave), both per KV head: one for each sequence, and more to cut long ones with.
+    """(programs, programs of one wave), both per KV head.
 
-    Measured on one H200: a program without work costs 2 ns; few pieces per sequence leave a last wave with little to
-    do, so where sequences may be long there are up to three waves.
+    One program for each sequence and a wave to cut long ones with; where few sequences may be very long, up to
+    MAX_WAVES, so that what the last wave leaves idle is little. More would cost: a program without work takes 2 ns.
     """
     wave = max(PROGRAMS_AT_ONCE * num_multiprocessors // num_kv_heads, 1)
-    cuts = min(max(batch * max_context_len // LONG_PIECE, wave), 3 * wave)
-    return batch + max(batch // 2, cuts), wave
+    long_pieces = batch + batch * max_context_len // LONG_PIECE
+    return max(batch + wave, min(long_pieces, MAX_WAVES * wave)), wave
 
 
 def plan_decode(
