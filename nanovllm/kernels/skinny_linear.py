@@ -18,7 +18,7 @@ from nanovllm.kernels.silu_and_mul import gate
 
 MAX_ROWS = 16
 MAX_ELEMENTS = 1 << 23  # of the weight: measured on one H200, larger matrices do as well in cuBLAS
-TILE_ELEMENTS = 1 << 15  # of the weight in one program: 64 KB, held in registers
+TILE_BYTES = 1 << 16  # of the weight in one program, held in registers
 WARP_K = 256  # inner dimension that one warp takes at a time
 
 
@@ -102,7 +102,8 @@ def skinny_linear(
     assert num_rows <= MAX_ROWS and x.stride(1) == 1 and weight.is_contiguous(), (num_rows, x.stride(), weight.stride())
     k_pad = triton.next_power_of_2(k)
     num_slices = min(max(k_pad // WARP_K, 1), 4 if k <= 1024 else 8)
-    block_n = min(max(TILE_ELEMENTS // (2 * k_pad if gated else k_pad), 8), 32)
+    row_bytes = k_pad * weight.element_size()
+    block_n = min(max(TILE_BYTES // (2 * row_bytes if gated else row_bytes), 8), 32)
     y = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     launch(
         _skinny_linear_kernel,
