@@ -2,8 +2,8 @@
 
 Built by the `ModelRunner` from a `ModelConfig`; parameter names follow the checkpoint, except that q, k, v and gate, up
 are packed (`packed_modules_mapping`). The residual travels beside the hidden states, so that each addition is one
-kernel with the norm that follows it, or, for a few rows, with the projection that follows the norm (`layers/fused.py`).
-On several ranks the hidden states between two layers are parts of a sum, which the next norm's kernel sums up.
+kernel with the norm that follows it. On several ranks the hidden states between two layers are parts of a sum, which
+the next norm's kernel sums up.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fused import norm_linear, reduce_norm
+from nanovllm.layers.fused import gated_linear, reduce_norm
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
@@ -42,17 +42,10 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, config.head_dim)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        input_norm: RMSNorm,
-        positions: torch.Tensor,
-        rotary: RotaryEmbedding,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
-        qkv, residual = norm_linear(input_norm, self.qkv_proj, hidden_states, residual)
-        return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm)), residual
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding) -> torch.Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]."""
+        qkv = self.qkv_proj(hidden_states)
+        return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm))
 
 
 class Qwen3MLP(nn.Module):
@@ -64,17 +57,15 @@ class Qwen3MLP(nn.Module):
         )
         self.act_fn = SiluAndMul()
 
-    def forward(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor, input_norm: RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """MLP over the norm of `hidden_states + residual`. Returns (output, that sum). All [T, hidden]."""
-        activated, residual = norm_linear(input_norm, self.gate_up_proj, hidden_states, residual, self.act_fn)
-        return self.down_proj(activated), residual
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden]."""
+        return self.down_proj(gated_linear(self.gate_up_proj, self.act_fn, hidden_states))
 
 
 class Qwen3DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, group: Group) -> None:
         super().__init__()
+        self.group = group
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Qwen3Attention(config, group)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -88,8 +79,10 @@ class Qwen3DecoderLayer(nn.Module):
         rotary: RotaryEmbedding,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (output of the MLP, residual); their sum is the layer's output. All [T, hidden]."""
-        hidden_states, residual = self.self_attn(hidden_states, residual, self.input_layernorm, positions, rotary)
-        return self.mlp(hidden_states, residual, self.post_attention_layernorm)
+        hidden_states, residual = reduce_norm(self.group, self.input_layernorm, hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, positions, rotary)
+        hidden_states, residual = reduce_norm(self.group, self.post_attention_layernorm, hidden_states, residual)
+        return self.mlp(hidden_states), residual
 
 
 class Qwen3Model(nn.Module):

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from nanovllm.kernels import skinny_linear as skinny
 from nanovllm.kernels import small_linear as small
 from nanovllm.kernels.skinny_linear import skinny_linear
-from nanovllm.kernels.small_linear import MAX_ROWS, norm_linear, small_linear
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.kernels.small_linear import MAX_ROWS, small_linear
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},
@@ -27,26 +26,6 @@ def test_small_linear(num_rows: int, k: int, n: int, dtype: torch.dtype, randn: 
     for b in (None, bias):
         expected = F.linear(x.float(), weight.float(), None if b is None else b.float()).to(dtype)
         torch.testing.assert_close(small_linear(x, weight, b), expected, **TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("k", "n"), SHAPES)
-def test_norm_linear(
-    num_rows: int, gated: bool, k: int, n: int, dtype: torch.dtype, randn: Callable[..., torch.Tensor]
-) -> None:
-    x, residual = randn(num_rows, k, dtype=dtype), randn(num_rows, k, dtype=dtype)
-    before = x.clone(), residual.clone()
-    norm = RMSNorm(k, eps=1e-5)
-    norm.weight.data = randn(k, dtype=dtype)
-    weight, bias = (randn(2 * n if gated else n, *rest, dtype=dtype) for rest in ((k,), ()))
-    weight /= k**0.5
-    y, new_residual = norm_linear(x, residual, norm.weight, norm.eps, weight, bias, gated)
-    assert torch.equal(new_residual, x + residual)
-    expected = F.linear(norm.normalize(x + residual).float(), weight.float(), bias.float())
-    torch.testing.assert_close(y, gate(expected, gated).to(dtype), **TOLERANCE[dtype])
-    assert torch.equal(x, before[0])
-    assert torch.equal(residual, before[1])
 
 
 def gate(y: torch.Tensor, gated: bool) -> torch.Tensor:
