@@ -6,6 +6,7 @@ the step for a ladder of batch sizes and replays the smallest that fits, padded 
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 MAX_GRAPH_SIZE = 512
@@ -70,7 +71,8 @@ class DecodeGraphs:
         num_pad = size - len(rows)
         # pin_memory() draws a fresh buffer from the caching host allocator, which is not reused before this copy is
         # done: a step may be prepared while the one before it still runs.
-        staged = torch.tensor([rows + [self.pad_row] * num_pad, positions + [-1] * num_pad], device="cpu").pin_memory()
+        lines = np.array([rows + [self.pad_row] * num_pad, positions + [-1] * num_pad], dtype=np.int64)
+        staged = torch.from_numpy(lines).pin_memory()
         self.inputs[:, :size].copy_(staged, non_blocking=True)
         graph, ids, logits = self.graphs[size]
         graph.replay()

@@ -19,9 +19,8 @@ def upload(data: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     The pinned staging buffer comes from torch's caching host allocator, which does not reuse it before the copy is
     done; so the caller keeps nothing alive.
     """
-    if device.type != "cuda":
-        return torch.as_tensor(data, dtype=dtype, device="cpu")
-    return torch.as_tensor(data, dtype=dtype, device="cpu").pin_memory().to(device, non_blocking=True)
+    host = torch.as_tensor(np.asarray(data), dtype=dtype, device="cpu")  # numpy reads a list ten times as fast as torch
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class DecodeInputs(NamedTuple):

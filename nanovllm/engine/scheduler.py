@@ -229,7 +229,7 @@ class Scheduler:
             return "stop", None
         if seq.last_token in seq.stop_token_ids:
             return "stop", seq.last_token
-        return ("length" if seq.num_completion_tokens >= seq.max_tokens else None), None
+        return ("length" if seq.num_tokens >= seq.num_prompt_tokens + seq.max_tokens else None), None
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End a sequence wherever it is; the only way out, legal with a step in flight.
