@@ -1,5 +1,6 @@
 """Kinds of prompts, default parameters, chat, statistics, and what an engine says after its end."""
 
+import copy
 import json
 import logging
 import shutil
@@ -186,6 +187,18 @@ def test_no_second_bos(bundled_model, tmp_path):
         ([*ASK, "Hello"], {}, TypeError, "message 1 of conversation 0 is a str"),
         ([{"content": "Hello"}], {}, ValueError, "message 0 of conversation 0 has no role"),
         ([ASK, [{"role": "user"}]], {}, ValueError, "message 0 of conversation 1 has no content"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            ValueError,
+            "a part of type 'image_url'; the models",
+        ),
+        (
+            [{"role": "user", "content": ["Hello"]}],
+            {},
+            ValueError,
+            "message 0 of conversation 0 has a part of type 'str'",
+        ),
         (ASK, {"continue_final_message": True}, ValueError, "pass add_generation_prompt=False"),
         (ASK, {"chat_template": "{{ raise_exception('no') }}"}, ValueError, "does not take conversation 0 (no)"),
         (ASK, {"chat_template": "{% if %}"}, ValueError, "does not take conversation 0"),
@@ -197,6 +210,15 @@ def test_conversations_that_cannot_be_rendered(llm, messages, options, error, me
             chat(messages, GREEDY, **options)
         assert message in str(caught.value)
         assert_idle(llm)
+
+
+def test_content_in_parts(llm):
+    """As OpenAI's API has it: the same prompt as one string, line by line, and the caller's message stays as it is."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "1 2"}, {"type": "text", "text": "3"}]}]
+    before = copy.deepcopy(parts)
+    outputs = [llm.chat(m, GREEDY, use_tqdm=False)[0] for m in (parts, [{"role": "user", "content": "1 2\n3"}])]
+    assert outputs[0]["prompt_token_ids"] == outputs[1]["prompt_token_ids"]
+    assert parts == before
 
 
 def test_chat_needs_a_tokenizer_and_a_template(bundled_model, tmp_path):

@@ -104,6 +104,7 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages is a {type(messages).__name__}; {remedy}")
     conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+    checked = []
     for i, conversation in enumerate(conversations):
         if not isinstance(conversation, (list, tuple)):
             raise TypeError(f"conversation {i} is a {type(conversation).__name__}; {remedy}")
@@ -117,7 +118,25 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
                 raise ValueError(f"{where} has no role; {remedy}")
             if "content" not in message and "tool_calls" not in message:
                 raise ValueError(f"{where} has no content; {remedy}")
-    return conversations
+        checked.append(
+            [_as_text(message, f"message {j} of conversation {i}") for j, message in enumerate(conversation)]
+        )
+    return checked
+
+
+def _as_text(message: Message, where: str) -> Message:
+    """The message with content that is given in parts, as OpenAI's API has it, joined line by line (as vLLM does)."""
+    content = message.get("content")
+    if not isinstance(content, (list, tuple)):
+        return message
+    for part in content:
+        if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(
+                f"{where} has a part of type {kind!r}; the models here read text alone; give a string, or parts like "
+                '{"type": "text", "text": ...}'
+            )
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def render_chat(

@@ -57,6 +57,9 @@ class LLMEngine:
 
         Raises TypeError for an unknown keyword, ValueError for a value that cannot work, before weights are loaded.
         """
+        self._lock = threading.RLock()
+        self._abort_lock = threading.RLock()  # held while `_lock` is taken, and by an abort as long as it has `_lock`
+        self._is_busy = False  # whoever has `_lock` is where a request may not end under its hands
         self._requests: dict[int, Request] = {}  # all that have not ended, by id
         self._unreported: list[Request] = []  # ended, for the next `step` to report
         self.config = config_from_kwargs(model, kwargs)
@@ -84,9 +87,6 @@ class LLMEngine:
             self.max_model_len,
             length_remedy(self.config, num_blocks),
         )
-        self._lock = threading.RLock()
-        self._abort_lock = threading.RLock()  # held while `_lock` is taken, and by an abort as long as it has `_lock`
-        self._is_busy = False  # whoever has `_lock` is where a request may not end under its hands
         self._num_ids = 0  # request ids given out so far
         self._decodes = {skip: make_decode(self.tokenizer, skip) for skip in (True, False)} if self.tokenizer else {}
         self._seeds = random.Random(self.config.seed)
@@ -365,16 +365,21 @@ class LLMEngine:
         """End the other ranks, give back the device memory, and abort what is left. May be called twice.
 
         Afterwards `generate`, `stream`, `chat`, `add_request`, `step` and `reset_prefix_cache` raise RuntimeError;
-        `is_finished` is true, `abort` false, and `stats` keeps its totals.
+        `is_finished` is true, `abort` false, and `stats` keeps its totals. Raises RuntimeError, and ends nothing, while
+        another thread is in a call of this engine.
         """
-        if self._finalizer is not None:
-            self._finalizer()
-        self.model_runner = self._workers = None
-        if self._requests:
-            self._roll_back()
-            self._to_abort.extend(self._requests.values())
-            self._abort_pending()
-        self._unreported.clear()
+        self._take_lock()
+        try:
+            if self._finalizer is not None:
+                self._finalizer()
+            self.model_runner = self._workers = None
+            if self._requests:
+                self._roll_back()
+                self._to_abort.extend(self._requests.values())
+                self._abort_pending()
+            self._unreported.clear()
+        finally:
+            self._lock.release()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -395,13 +400,16 @@ class LLMEngine:
             raise error
         raise explained from error
 
-    @contextmanager
-    def _exclusive(self, also_after_exit: bool = False) -> Iterator[None]:
-        """One thread at a time, on an engine that has not exited; anything else is refused rather than interleaved."""
+    def _take_lock(self) -> None:
         with self._abort_lock:  # an abort in another thread has the engine for a moment, and refuses it to nobody
             is_ours = self._lock.acquire(blocking=False)
         if not is_ours:
             raise RuntimeError("this engine is in use by another thread; give each thread an LLM of its own, or a lock")
+
+    @contextmanager
+    def _exclusive(self, also_after_exit: bool = False) -> Iterator[None]:
+        """One thread at a time, on an engine that has not exited; anything else is refused rather than interleaved."""
+        self._take_lock()
         try:
             self._is_busy = True
             if self.model_runner is None and not also_after_exit:
