@@ -252,8 +252,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="directory or hub id; default: random weights on --model-shape")
     parser.add_argument("--model-shape", choices=SHAPES, help="default: 0.6b on a GPU, tiny on a CPU")
     parser.add_argument("--num-seqs", type=int, help="default: 256 on a GPU, 32 on a CPU")
-    parser.add_argument("--input-len", type=int, help="tokens of every prompt; default: random, 100 to 1024")
-    parser.add_argument("--output-len", type=int, help="new tokens of every prompt; default: random, 100 to 1024")
+    parser.add_argument(
+        "--input-len", type=int, help="tokens of every prompt; default: random, 100 to 1024 (128 on a CPU)"
+    )
+    parser.add_argument(
+        "--output-len", type=int, help="new tokens of every prompt; default: random, 100 to 1024 (128 on a CPU)"
+    )
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-k", type=int, default=0, help="0: off, the default; Qwen3's own setting is 20")
     parser.add_argument("--top-p", type=float, default=1.0, help="1: off, the default; Qwen3's own setting is 0.95")
@@ -270,8 +274,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plot", metavar="PNG", help="draw the last run (needs matplotlib: pip install -e '.[plot]')")
     parser.add_argument("--json", action="store_true", help="print one line of JSON last")
     args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error("--repeats must be at least 1")
+    for name in ("repeats", "num_seqs", "input_len", "output_len"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    longest = 1024 if torch.cuda.is_available() else 128
+    if (args.input_len or longest) + (args.output_len or longest) > args.max_model_len:
+        parser.error(
+            f"prompts of {args.input_len or longest} and completions of {args.output_len or longest} tokens do not fit "
+            f"into --max-model-len {args.max_model_len}"
+        )
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install -e '.[plot]'")
     return args
@@ -290,9 +301,8 @@ def main() -> None:
     num_seqs = args.num_seqs or (256 if on_gpu else 32)
     longest = 1024 if on_gpu else 128
     if not on_gpu:
-        print(
-            f"No GPU: a small workload ({num_seqs} sequences of at most {longest} + {longest} tokens, {shape} shapes)"
-        )
+        lengths = f"{args.input_len or f'up to {longest}'} + {args.output_len or f'up to {longest}'} tokens"
+        print(f"No GPU: a small workload ({num_seqs} sequences of {lengths}, {args.model or f'{shape} shapes'})")
     with tempfile.TemporaryDirectory() as directory:
         start = time.perf_counter()
         options = dict(load_format="dummy", skip_tokenizer_init=True) if args.model is None else {}

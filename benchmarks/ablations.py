@@ -110,13 +110,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["bench", "single"])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME", help="; ".join(VARIANTS)
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one, args)))
         return
+    if not torch.cuda.is_available() and args.model_shape != "tiny":
+        sys.exit(f"{args.model_shape} needs a GPU, and there is none; --model-shape tiny runs on a CPU")
     for name in args.variants:
         command = [sys.executable, __file__, "--one", name, "--model-shape", args.model_shape]
         command += ["--repeats", str(args.repeats), "--cases", *args.cases]

@@ -191,13 +191,13 @@ def test_no_second_bos(bundled_model, tmp_path):
             [{"role": "user", "content": [{"type": "image_url"}]}],
             {},
             ValueError,
-            "a part of type 'image_url'; the models",
+            "a part that is no text ({'type': 'image_url'})",
         ),
         (
             [{"role": "user", "content": ["Hello"]}],
             {},
             ValueError,
-            "message 0 of conversation 0 has a part of type 'str'",
+            "message 0 of conversation 0 has a part that is no text ('Hello')",
         ),
         (ASK, {"continue_final_message": True}, ValueError, "pass add_generation_prompt=False"),
         (ASK, {"chat_template": "{{ raise_exception('no') }}"}, ValueError, "does not take conversation 0 (no)"),
@@ -219,6 +219,14 @@ def test_content_in_parts(llm):
     outputs = [llm.chat(m, GREEDY, use_tqdm=False)[0] for m in (parts, [{"role": "user", "content": "1 2\n3"}])]
     assert outputs[0]["prompt_token_ids"] == outputs[1]["prompt_token_ids"]
     assert parts == before
+
+
+def test_a_message_of_tool_calls_alone(llm):
+    """OpenAI's clients send None for its content."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert llm.chat([*ASK, call, *ASK], GREEDY, use_tqdm=False)[0]["text"] is not None
+    with pytest.raises(ValueError, match="message 0 of conversation 0 has no content"):
+        llm.chat([{"role": "user", "content": None}], GREEDY)
 
 
 def test_chat_needs_a_tokenizer_and_a_template(bundled_model, tmp_path):

@@ -116,7 +116,7 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
                 raise TypeError(f"{where} is a {type(message).__name__}; {remedy}")
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"{where} has no role; {remedy}")
-            if "content" not in message and "tool_calls" not in message:
+            if message.get("content") is None and not message.get("tool_calls"):
                 raise ValueError(f"{where} has no content; {remedy}")
         checked.append(
             [_as_text(message, f"message {j} of conversation {i}") for j, message in enumerate(conversation)]
@@ -125,16 +125,17 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
 
 
 def _as_text(message: Message, where: str) -> Message:
-    """The message with content that is given in parts, as OpenAI's API has it, joined line by line (as vLLM does)."""
-    content = message.get("content")
+    """The message with text for content. Parts, as OpenAI's API has them, are joined line by line (as in vLLM)."""
+    content = message.get("content", "")
+    if content is None:  # beside tool calls; templates expect a string
+        return {**message, "content": ""}
     if not isinstance(content, (list, tuple)):
         return message
     for part in content:
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ValueError(
-                f"{where} has a part of type {kind!r}; the models here read text alone; give a string, or parts like "
-                '{"type": "text", "text": ...}'
+                f"{where} has a part that is no text ({part!r:.80}); give a string, or parts like "
+                '{"type": "text", "text": "..."}'
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
 

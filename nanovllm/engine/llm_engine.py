@@ -60,6 +60,7 @@ class LLMEngine:
         self._lock = threading.RLock()
         self._abort_lock = threading.RLock()  # held while `_lock` is taken, and by an abort as long as it has `_lock`
         self._is_busy = False  # whoever has `_lock` is where a request may not end under its hands
+        self._why_exited = ""
         self._requests: dict[int, Request] = {}  # all that have not ended, by id
         self._unreported: list[Request] = []  # ended, for the next `step` to report
         self.config = config_from_kwargs(model, kwargs)
@@ -392,6 +393,7 @@ class LLMEngine:
         explained = error
         if self._workers is not None:
             explained = self._workers.explain(error)
+            self._why_exited = f" (its ranks were ended by {type(explained).__name__})"
             self._workers.shut_down(grace_s=0)
             traceback.clear_frames(error.__traceback__)  # which may hold a CUDA graph, and that the group
         release(self._workers, self.model_runner)
@@ -413,7 +415,7 @@ class LLMEngine:
         try:
             self._is_busy = True
             if self.model_runner is None and not also_after_exit:
-                raise RuntimeError("this engine has exited; build a new LLM")
+                raise RuntimeError(f"this engine has exited{self._why_exited}; build a new LLM")
             yield
         finally:
             self._is_busy = False

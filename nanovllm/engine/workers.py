@@ -415,6 +415,13 @@ def _refuse_where_none_can_start() -> None:
             "an LLM with tensor_parallel_size > 1 starts processes that import this script again; put the code that "
             "builds it under `if __name__ == '__main__':`"
         )
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if script is not None and getattr(main, "__spec__", None) is None and not os.path.exists(script):
+        raise RuntimeError(
+            f"an LLM with tensor_parallel_size > 1 starts processes that import this script again, and {script} is no "
+            "file; save the script, or pass it to `python -c`"
+        )
     if process.daemon:
         raise RuntimeError(
             "an LLM with tensor_parallel_size > 1 starts processes, which Python forbids to a daemonic one like this; "

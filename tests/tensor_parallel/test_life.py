@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
+import types
 from datetime import timedelta
 
 import pytest
@@ -202,6 +204,15 @@ def test_pitfall_47_a_script_without_the_guard_is_told_to_add_it(path, tmp_path)
     assert "WorkerError: rank 1 died without a word, exit code 1" in last
     assert "if __name__ == '__main__':" in last
     assert "resource_tracker" not in err
+
+
+def test_a_script_that_is_no_file_is_told_to_become_one(path, monkeypatch):
+    """As in `python - < script`, which the other ranks could not import."""
+    main = types.ModuleType("__main__")
+    main.__file__ = "<stdin>"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(RuntimeError, match="<stdin> is no file; save the script"):
+        LLM(path, **SETTINGS)
 
 
 def test_a_daemonic_process_is_told_that_it_cannot(path, monkeypatch):
