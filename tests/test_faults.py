@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -52,11 +53,10 @@ def test_one_engine_refuses_a_second_thread(tiny_model: Callable[..., str]) -> N
 
     def ask_meanwhile(batch: object) -> object:
         def ask() -> None:
-            for call in (lambda: llm.add_request([1], GREEDY), llm.exit):
-                try:
-                    call()
-                except RuntimeError as error:
-                    errors.append(str(error))
+            try:
+                llm.add_request([1], GREEDY)
+            except RuntimeError as error:
+                errors.append(str(error))
 
         thread = threading.Thread(target=ask)
         thread.start()
@@ -66,10 +66,69 @@ def test_one_engine_refuses_a_second_thread(tiny_model: Callable[..., str]) -> N
     llm.model_runner.launch = ask_meanwhile
     (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
     assert output["finish_reason"] == "length"
-    assert len(errors) >= 2 and len(errors) % 2 == 0
+    assert errors
     assert all("in use by another thread" in error for error in errors)
     assert llm.is_finished()
-    threading.Thread(target=llm.exit).start()  # between two calls any thread may end it
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("method", ["launch", "schedule", "postprocess"])
+@pytest.mark.parametrize("from_thread", [True, False], ids=["other thread", "signal handler"])
+def test_exit_in_the_middle_of_a_step_takes_effect_at_its_end(
+    tiny_model: Callable[..., str], overlap: bool, method: str, from_thread: bool
+) -> None:
+    llm = build(tiny_model(), overlap=overlap)
+    owner = llm.model_runner if method == "launch" else llm.scheduler
+    plain, threads, num_calls = getattr(owner, method), [], 0
+
+    def exit_in_the_fourth(*args: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 4:
+            if from_thread:
+                threads.append(threading.Thread(target=llm.exit))
+                threads[0].start()
+                threads[0].join(0.05)  # it waits for the step
+            else:
+                llm.exit()
+        return plain(*args)
+
+    setattr(owner, method, exit_in_the_fourth)
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=50), use_tqdm=False)
+    assert {output["finish_reason"] for output in outputs} == {"abort"}
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert llm.model_runner is None
+    assert llm.is_finished()
+    assert not llm.scheduler.block_manager.used_block_ids
+    with pytest.raises(RuntimeError, match="this engine has exited; build a new LLM"):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_the_end_of_a_with_block_keeps_its_error_while_another_thread_generates(
+    tiny_model: Callable[..., str],
+) -> None:
+    reasons = []
+
+    def generate() -> None:
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        for _ in range(50):
+            try:
+                reasons.extend(output["finish_reason"] for output in llm.generate(PROMPTS, params, use_tqdm=False))
+            except RuntimeError as error:
+                reasons.append(str(error))
+                return
+
+    with pytest.raises(ZeroDivisionError), build(tiny_model()) as llm:  # noqa: PT012
+        thread = threading.Thread(target=generate)
+        thread.start()
+        time.sleep(0.1)
+        1 / 0  # noqa: B018
+    assert llm.model_runner is None
+    thread.join(10)
+    assert "this engine has exited; build a new LLM" in reasons[-1]
+    assert set(reasons[:-1]) <= {"length", "abort"}
 
 
 def test_a_failure_while_committing_leaves_a_usable_engine(tiny_model: Callable[..., str]) -> None:

@@ -60,6 +60,8 @@ class LLMEngine:
         self._lock = threading.RLock()
         self._abort_lock = threading.RLock()  # held while `_lock` is taken, and by an abort as long as it has `_lock`
         self._is_busy = False  # whoever has `_lock` is where a request may not end under its hands
+        self._owner: int | None = None  # the thread that is busy
+        self._is_exiting = False
         self._why_exited = ""
         self._requests: dict[int, Request] = {}  # all that have not ended, by id
         self._unreported: list[Request] = []  # ended, for the next `step` to report
@@ -319,14 +321,13 @@ class LLMEngine:
                 if not self._lock.acquire(blocking=False):
                     return  # who has it sees to `_to_abort` at its end
                 try:
-                    self._is_busy = True
+                    self._enter()
                     self._abort_pending()
                     # Nobody would come to settle the step in flight, whose tokens belong to no one any more.
                     while self._in_flight and not self.scheduler.waiting and not self.scheduler.running:
                         self._advance(launch=False)
                 finally:
-                    self._is_busy = False
-                    self._lock.release()
+                    self._leave()
             if not self._to_abort:  # else somebody found this thread busy
                 return
 
@@ -366,21 +367,24 @@ class LLMEngine:
         """End the other ranks, give back the device memory, and abort what is left. May be called twice.
 
         Afterwards `generate`, `stream`, `chat`, `add_request`, `step` and `reset_prefix_cache` raise RuntimeError;
-        `is_finished` is true, `abort` false, and `stats` keeps its totals. Raises RuntimeError, and ends nothing, while
-        another thread is in a call of this engine.
+        `is_finished` is true, `abort` false, and `stats` keeps its totals. In the middle of a step (another thread's, or
+        one that a signal handler interrupts) it takes effect at the step's end.
         """
-        self._take_lock()
-        try:
-            if self._finalizer is not None:
-                self._finalizer()
-            self.model_runner = self._workers = None
-            if self._requests:
-                self._roll_back()
-                self._to_abort.extend(self._requests.values())
-                self._abort_pending()
-            self._unreported.clear()
-        finally:
-            self._lock.release()
+        self._is_exiting = True
+        if self._is_busy and self._owner == threading.get_ident():
+            return  # `_leave` sees to it
+        with self._lock:
+            self._shut()
+
+    def _shut(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self.model_runner = self._workers = None
+        if self._requests:
+            self._roll_back()
+            self._to_abort.extend(self._requests.values())
+            self._abort_pending()
+        self._unreported.clear()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -397,31 +401,40 @@ class LLMEngine:
             self._workers.shut_down(grace_s=0)
             traceback.clear_frames(error.__traceback__)  # which may hold a CUDA graph, and that the group
         release(self._workers, self.model_runner)
-        self.exit()
+        self._shut()
         if explained is error:
             raise error
         raise explained from error
 
-    def _take_lock(self) -> None:
-        with self._abort_lock:  # an abort in another thread has the engine for a moment, and refuses it to nobody
-            is_ours = self._lock.acquire(blocking=False)
-        if not is_ours:
-            raise RuntimeError("this engine is in use by another thread; give each thread an LLM of its own, or a lock")
-
     @contextmanager
     def _exclusive(self, also_after_exit: bool = False) -> Iterator[None]:
         """One thread at a time, on an engine that has not exited; anything else is refused rather than interleaved."""
-        self._take_lock()
+        with self._abort_lock:  # an abort in another thread has the engine for a moment, and refuses it to nobody
+            is_ours = self._lock.acquire(blocking=self._is_exiting)  # `exit` has it for a moment as well
+        if not is_ours:
+            raise RuntimeError("this engine is in use by another thread; give each thread an LLM of its own, or a lock")
         try:
-            self._is_busy = True
-            if self.model_runner is None and not also_after_exit:
+            self._enter()
+            if (self._is_exiting or self.model_runner is None) and not also_after_exit:
                 raise RuntimeError(f"this engine has exited{self._why_exited}; build a new LLM")
             yield
         finally:
-            self._is_busy = False
-            self._lock.release()
+            self._leave()
             if self._to_abort:  # what came while the engine was busy
                 self._abort([])
+
+    def _enter(self) -> None:
+        """Behind `_lock`, and undone by `_leave`: what ends requests waits until then."""
+        self._owner = threading.get_ident()
+        self._is_busy = True
+
+    def _leave(self) -> None:
+        self._is_busy, self._owner = False, None
+        try:
+            if self._is_exiting:
+                self._shut()
+        finally:
+            self._lock.release()
 
 
 def release(workers: Workers | None, runner: ModelRunner | None) -> None:
