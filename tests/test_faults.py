@@ -106,6 +106,16 @@ def test_exit_in_the_middle_of_a_step_takes_effect_at_its_end(
         llm.generate(PROMPTS, GREEDY)
 
 
+def test_exit_does_not_wait_for_a_lock_that_an_interrupt_left_behind(tiny_model: Callable[..., str]) -> None:
+    llm = build(tiny_model())
+    llm._lock.acquire()
+    thread = threading.Thread(target=llm.exit)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert llm.model_runner is None
+
+
 def test_the_end_of_a_with_block_keeps_its_error_while_another_thread_generates(
     tiny_model: Callable[..., str],
 ) -> None:

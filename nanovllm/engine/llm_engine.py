@@ -367,14 +367,20 @@ class LLMEngine:
         """End the other ranks, give back the device memory, and abort what is left. May be called twice.
 
         Afterwards `generate`, `stream`, `chat`, `add_request`, `step` and `reset_prefix_cache` raise RuntimeError;
-        `is_finished` is true, `abort` false, and `stats` keeps its totals. In the middle of a step (another thread's, or
-        one that a signal handler interrupts) it takes effect at the step's end.
+        `is_finished` is true, `abort` false, and `stats` keeps its totals. In the middle of a step, in another thread or
+        under a signal handler, it takes effect at the step's end.
         """
         self._is_exiting = True
         if self._is_busy and self._owner == threading.get_ident():
             return  # `_leave` sees to it
-        with self._lock:
+        # Held by nobody who is busy, the lock was left behind by an interrupt of the line that took it.
+        while not (is_ours := self._lock.acquire(timeout=1)) and self._is_busy:
+            pass
+        try:
             self._shut()
+        finally:
+            if is_ours:
+                self._lock.release()
 
     def _shut(self) -> None:
         if self._finalizer is not None:
@@ -410,7 +416,7 @@ class LLMEngine:
     def _exclusive(self, also_after_exit: bool = False) -> Iterator[None]:
         """One thread at a time, on an engine that has not exited; anything else is refused rather than interleaved."""
         with self._abort_lock:  # an abort in another thread has the engine for a moment, and refuses it to nobody
-            is_ours = self._lock.acquire(blocking=self._is_exiting)  # `exit` has it for a moment as well
+            is_ours = self._lock.acquire(timeout=1 if self._is_exiting else 0)  # `exit` has it for a moment as well
         if not is_ours:
             raise RuntimeError("this engine is in use by another thread; give each thread an LLM of its own, or a lock")
         try:
