@@ -367,8 +367,8 @@ class LLMEngine:
         """End the other ranks, give back the device memory, and abort what is left. May be called twice.
 
         Afterwards `generate`, `stream`, `chat`, `add_request`, `step` and `reset_prefix_cache` raise RuntimeError;
-        `is_finished` is true, `abort` false, and `stats` keeps its totals. In the middle of a step, in another thread or
-        under a signal handler, it takes effect at the step's end.
+        `is_finished` is true, `abort` false, and `stats` keeps its totals. In the middle of a step, in another thread
+        or under a signal handler, it takes effect at the end of the step.
         """
         self._is_exiting = True
         if self._is_busy and self._owner == threading.get_ident():
