@@ -199,6 +199,8 @@ def test_no_second_bos(bundled_model, tmp_path):
             ValueError,
             "message 0 of conversation 0 has a part that is no text ('Hello')",
         ),
+        ([{"role": "user", "content": b"Hello"}], {}, ValueError, "has a part that is no text (b'Hello')"),
+        ([{"role": "user", "content": 5}], {}, ValueError, "has a part that is no text (5)"),
         (ASK, {"continue_final_message": True}, ValueError, "pass add_generation_prompt=False"),
         (ASK, {"chat_template": "{{ raise_exception('no') }}"}, ValueError, "does not take conversation 0 (no)"),
         (ASK, {"chat_template": "{% if %}"}, ValueError, "does not take conversation 0"),

@@ -129,15 +129,16 @@ def _as_text(message: Message, where: str) -> Message:
     content = message.get("content", "")
     if content is None:  # beside tool calls; templates expect a string
         return {**message, "content": ""}
-    if not isinstance(content, (list, tuple)):
+    if isinstance(content, str):
         return message
-    for part in content:
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    for part in parts:
         if not (isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)):
             raise ValueError(
                 f"{where} has a part that is no text ({part!r:.80}); give a string, or parts like "
                 '{"type": "text", "text": "..."}'
             )
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 def render_chat(
