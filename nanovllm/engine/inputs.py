@@ -1,15 +1,17 @@
-"""What users hand to `generate`, `chat`, `stream` and `add_request`, checked and turned into token ids.
+"""What users hand to `generate`, `chat`, `stream` and `add_request`, checked and turned into token ids; the tokenizer.
 
 All of it happens before anything is queued, so that one bad prompt costs nothing but its own call.
 """
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanovllm.config import Config
 from nanovllm.models.model_config import read_generation_config
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,6 +29,9 @@ Message = Mapping[str, Any]
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 _TOKENIZE_BATCH = 256
+
+# A tokenizer has at least one of these.
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -184,6 +189,28 @@ def render_chat(
             ) from error
         texts.append(text)
     return texts
+
+
+def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
+    """The checkpoint's own tokenizer; ValueError with the remedy if there is none."""
+    from transformers import AutoTokenizer
+
+    remedy = "add the tokenizer files, or pass skip_tokenizer_init=True and give token ids"
+    # Where there is no vocabulary transformers 5 makes up an empty tokenizer, which turns every text into no tokens.
+    if not any(os.path.exists(os.path.join(path, name)) for name in _VOCABULARY_FILES):
+        raise ValueError(f"{path}: no tokenizer ({', '.join(_VOCABULARY_FILES)}) is in there; {remedy}")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # transformers raises what its many readers raise
+        raise ValueError(f"{path}: no tokenizer could be loaded ({error}); {remedy}") from error
+
+
+def eos_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:
+    """Every id that ends a completion: those of generation_config.json, config.json and the tokenizer."""
+    ids = set(config.model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return ids
 
 
 class PromptEncoder:

@@ -4,7 +4,6 @@
 """
 
 import logging
-import os
 import random
 import threading
 import traceback
@@ -13,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from nanovllm.config import Config, config_from_kwargs
 from nanovllm.engine.block_manager import BlockManager
@@ -23,6 +22,8 @@ from nanovllm.engine.inputs import (
     PromptEncoder,
     as_params_list,
     default_sampling_params,
+    eos_token_ids,
+    load_tokenizer,
     prompt_text,
 )
 from nanovllm.engine.model_runner import ModelRunner, StepHandle
@@ -35,18 +36,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.dist import SINGLE
 from nanovllm.utils.interrupts import deferred_interrupt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger("nanovllm")
 
 POOL_REMEDY = "raise num_kvcache_blocks, or gpu_memory_utilization on a GPU"
 
 Prepared = tuple[list[int], str | None, SamplingParams]
 """A checked prompt: its ids, its text if it came with one, its parameters."""
-
-# A tokenizer has at least one of these.
-_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 class LLMEngine:
@@ -455,28 +450,6 @@ def release(workers: Workers | None, runner: ModelRunner | None) -> None:
         runner.exit()
     if workers is not None:
         workers.close()
-
-
-def load_tokenizer(path: str) -> "PreTrainedTokenizerBase":
-    """The checkpoint's own tokenizer; ValueError with the remedy if there is none."""
-    from transformers import AutoTokenizer
-
-    remedy = "add the tokenizer files, or pass skip_tokenizer_init=True and give token ids"
-    # Where there is no vocabulary transformers 5 makes up an empty tokenizer, which turns every text into no tokens.
-    if not any(os.path.exists(os.path.join(path, name)) for name in _VOCABULARY_FILES):
-        raise ValueError(f"{path}: no tokenizer ({', '.join(_VOCABULARY_FILES)}) is in there; {remedy}")
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers raises what its many readers raise
-        raise ValueError(f"{path}: no tokenizer could be loaded ({error}); {remedy}") from error
-
-
-def eos_token_ids(config: Config, tokenizer: "PreTrainedTokenizerBase | None") -> set[int]:
-    """Every id that ends a completion: those of generation_config.json, config.json and the tokenizer."""
-    ids = set(config.model_config.eos_token_ids)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return ids
 
 
 def length_remedy(config: Config, num_blocks: int) -> str:
