@@ -393,11 +393,8 @@ class ModelRunner:
             slot_mapping=inputs.slot_mapping,
             block_tables=inputs.block_tables,
             context_lens=inputs.context_lens,
-            # A capturable backend shapes its launch by the bound that holds for every replay. It does so without a
-            # graph as well, so that both give the same bits.
-            max_context_len=self.max_model_len
-            if self.decode_backend.supports_cuda_graph
-            else int(inputs.context_lens.max()),
+            # What holds for every replay of a graph; without one as well, so that both give the same bits.
+            max_context_len=self.max_model_len,
         )
         context.decode_plan = self.decode_backend.plan_decode(
             context, self.block_size, layer.num_kv_heads, layer.head_dim, self.dtype

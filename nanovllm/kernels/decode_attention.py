@@ -32,6 +32,8 @@ from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_inputs
 LOG2_E = 1.4426950408889634
 
 LONG_PIECE = 1024  # tokens
+PROGRAMS_AT_ONCE = 3  # of a multiprocessor
+MAX_WAVES = 5  # of programs, which cut a few long sequences
 LENGTHS_AT_ONCE = 256  # sequences that the plan looks at in one go
 RIVALS_AT_ONCE = 32  # sequences that it compares each of them with at a time
 PLAN_FIELDS = 5
@@ -107,9 +109,7 @@ def _plan_kernel(
             rival_rest = (_num_tiles(context_lens_ptr, rival, num_seqs, TILE, FUSED) % size)[None, :]
             is_tie = (rival_rest == rest[:, None]) & (rival[None, :] < seq[:, None])
             rank += tl.sum(((rival_rest > rest[:, None]) | is_tie).to(tl.int32), axis=1)
-        _store_entry(
-            plan_ptr + (num_whole + rank) * FIELDS, seq, tiles // size, pieces, size, first_slot, rest > 0
-        )  # fmt: skip
+        _store_entry(plan_ptr + (num_whole + rank) * FIELDS, seq, tiles // size, pieces, size, first_slot, rest > 0)
         planned += tl.sum((rest > 0).to(tl.int32), axis=0)
         slot += tl.sum(pieces, axis=0)
     for first in range(planned, num_programs, LENGTHS):
@@ -356,10 +356,6 @@ def _config(row_bytes: int) -> tuple[int, int, int]:
     if row_bytes > 256:  # float32, or head_dim above 128
         return (64, 2, 4)
     return (64, 3, 2)
-
-
-PROGRAMS_AT_ONCE = 3  # of a multiprocessor
-MAX_WAVES = 5
 
 
 def _grid(batch: int, num_kv_heads: int, max_context_len: int, num_multiprocessors: int) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class Context:
     logits_indices: torch.Tensor | None = None  # [S] int64; rows of the hidden states to project, None: all
     # Decode. A padding row of a CUDA graph has length 0, slot -1 and must not read the cache.
     context_lens: torch.Tensor | None = None  # [B] int32, the token being computed included
-    max_context_len: int = 0  # host bound on context_lens; inside a graph the largest that can ever be replayed
+    max_context_len: int = 0  # host bound on context_lens, which holds for every replay of a graph
     decode_plan: Any = None  # what the decode backend has worked out for all layers
 
 
