@@ -1,8 +1,8 @@
 """The reference backend: plain PyTorch, any device, any dtype. The other backends are tested against this one.
 
 It gathers the keys and values out of the paged cache. Prefill goes sequence by sequence, through
-`scaled_dot_product_attention` (SDPA); decode in masked batches of sequences of similar length. Shapes as in
-`nanovllm.backends.base`.
+`scaled_dot_product_attention` (SDPA); decode in masked batches of sequences of similar length, step by step, since
+there the gathering takes as long as the arithmetic. Shapes as in `nanovllm.backends.base`.
 """
 
 import torch
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from nanovllm.backends.base import AttentionBackend
 from nanovllm.utils.context import Context
 
-# Keys that decode gathers at a time. They should still be in a CPU's cache when they are multiplied.
-GROUP_BYTES = 2 << 20
+# Keys, or values, that decode gathers at a time. They should still be in a CPU's cache when they are multiplied.
+GROUP_BYTES = 1 << 20
 
 
 class TorchBackend(AttentionBackend):
@@ -67,49 +67,49 @@ class TorchBackend(AttentionBackend):
         batch, num_heads, head_dim = q.shape
         block_size, num_kv_heads = k_cache.shape[1:3]
         plan = context.decode_plan or self.plan_decode(context, block_size, num_kv_heads, head_dim, q.dtype)
-        # The query heads of one KV head are the rows of a left matrix, so that no key is repeated.
-        grouped = q.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out = torch.zeros_like(grouped)
+        # The query heads of one KV head are the rows of a left matrix, so that no key is repeated. In float32 whatever
+        # the dtype, as in kernels that keep scores in registers.
+        q_heads = (q.float() * scale).view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out = torch.zeros_like(q_heads)
+        k_cells, v_cells = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
+        # One place for the gathered keys and then, when they are no longer needed, values of every group.
+        scratch = q.new_empty(max((len(cells) for _, cells, _ in plan), default=0), head_dim)
         for rows, cells, bias in plan:
-            keys, values = (
-                cache.view(-1, head_dim).index_select(0, cells).view(len(rows), num_kv_heads, -1, head_dim)
-                for cache in (k_cache, v_cache)
-            )
-            out[rows] = F.scaled_dot_product_attention(grouped[rows], keys, values, attn_mask=bias, scale=scale)
-        return out.view(batch, num_heads, head_dim)
+            gathered, heads = scratch[: len(cells)], len(rows) * num_kv_heads
+            keys = torch.index_select(k_cells, 0, cells, out=gathered).view(heads, -1, head_dim).float()
+            scores = torch.bmm(q_heads[rows].flatten(0, 1), keys.transpose(1, 2))
+            weights = scores.view(len(rows), num_heads, -1).add_(bias).softmax(-1).view_as(scores)
+            values = torch.index_select(v_cells, 0, cells, out=gathered).view(heads, -1, head_dim).float()
+            out[rows] = torch.bmm(weights, values).view(len(rows), *out.shape[1:])
+        return out.view(batch, num_heads, head_dim).to(q.dtype)
 
     def plan_decode(
         self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The sequences in groups of similar length: (rows [n], cells [n * Hkv * max_len], bias [n, 1, 1, max_len]).
+        """The sequences in groups of similar length: (rows [n], cells [n * Hkv * max_len], bias [n, 1, max_len]).
 
         A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key and -inf past a sequence's length. There
         it reads its own first token again, so that nothing else of the cache is touched and no NaN needs to be masked.
         Sequences of length 0 are in no group.
         """
+        device = context.block_tables.device
         lens = context.context_lens.tolist()
-        rows = sorted((row for row, length in enumerate(lens) if length), key=lambda row: -lens[row])
+        order = sorted((row for row, length in enumerate(lens) if length), key=lambda row: -lens[row])
         plan = []
-        while rows:
-            max_len = lens[rows[0]]
+        # Cells inside of a block, [Hkv, 1, block_size].
+        inner = torch.arange(block_size * num_kv_heads, device=device).view(-1, num_kv_heads).t()[:, None]
+        positions = torch.arange(lens[order[0]] if order else 0, device=device)
+        while order:
+            max_len = lens[order[0]]
             size = max(GROUP_BYTES // (max_len * num_kv_heads * head_dim * dtype.itemsize), 1)
-            plan.append(_plan_group(context, rows[:size], max_len, block_size, num_kv_heads, dtype))
-            rows = rows[size:]
+            rows, order = torch.tensor(order[:size], device=device), order[size:]
+            num_blocks = -(-max_len // block_size)
+            first_cells = context.block_tables[rows, :num_blocks].long() * (block_size * num_kv_heads)
+            cells = (first_cells[:, None, :, None] + inner).flatten(2)[:, :, :max_len]
+            is_key = (positions[:max_len] < context.context_lens[rows, None])[:, None]
+            cells = torch.where(is_key, cells, cells[:, :, :1])
+            plan.append((rows, cells.flatten(), torch.where(is_key, 0.0, float("-inf"))))
         return plan
-
-
-def _plan_group(
-    context: Context, rows: list[int], max_len: int, block_size: int, num_kv_heads: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    device = context.block_tables.device
-    index = torch.tensor(rows, device=device)
-    positions = torch.arange(max_len, device=device)
-    is_key = positions < context.context_lens[index, None]  # [n, max_len]
-    blocks = context.block_tables.long()[index[:, None], positions // block_size]
-    slots = blocks * block_size + positions % block_size
-    slots = torch.where(is_key, slots, slots[:, :1])
-    cells = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads, device=device)[:, None]
-    return index, cells.flatten(), torch.where(is_key, 0.0, float("-inf")).to(dtype)[:, None, None]
 
 
 def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

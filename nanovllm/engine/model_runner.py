@@ -23,6 +23,7 @@ from nanovllm.engine.extras import Extras, PendingLogprobs, collect
 from nanovllm.engine.row_tables import DecodeInputs, RowTables, upload
 from nanovllm.engine.scheduler import Batch, StepLogprobs
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.logits import RawLogprobs, raw_logprobs
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.registry import get_model_class
@@ -157,6 +158,9 @@ class ModelRunner:
             load_dummy(model, self.config.seed or 0, self.group.rank)
         else:
             load_model(model, self.config.model)
+        for module in model.modules():
+            if isinstance(module, LinearBase):
+                module.pack()
         return model.eval()
 
     def _bind_backends(self) -> None:
@@ -335,8 +339,11 @@ class ModelRunner:
 
     def _launch_prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, list[PendingLogprobs]]:
         input_ids, positions, context = self.prepare_prefill(batch)
+        last_rows = context.logits_indices
+        if batch.prompt_targets:  # which want all rows of the hidden states
+            context.logits_indices = None
         hidden_states = self._forward(input_ids, positions, context)
-        logits = self._project(hidden_states, context)
+        logits = self.model.compute_logits(hidden_states[last_rows] if batch.prompt_targets else hidden_states)
         pending = [self._prompt_logprobs(hidden_states, batch, *target) for target in batch.prompt_targets]
         lines = [i for i, samples in enumerate(batch.samples) if samples]
         rows = [batch.rows[i] for i in lines]
@@ -358,8 +365,7 @@ class ModelRunner:
         parts: list[RawLogprobs] = []
         for start in range(0, len(targets), self.extras.rows_per_chunk):
             some = targets[start : start + self.extras.rows_per_chunk]
-            rows = torch.arange(first + start, first + start + len(some), device=self.device)
-            logits = self._project(hidden_states, Context(logits_indices=rows))
+            logits = self.model.compute_logits(hidden_states[first + start : first + start + len(some)])
             if logits is not None:
                 parts.append(raw_logprobs(logits.float(), upload(some, torch.int64, self.device), num_top))
         if not parts:
@@ -423,21 +429,13 @@ class ModelRunner:
     @torch.inference_mode()
     def compute_logits(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor | None:
         """One forward pass; on rank 0 the logits [S, vocab] of the rows that the context names."""
-        return self._project(self._forward(input_ids, positions, context), context)
+        return self.model.compute_logits(self._forward(input_ids, positions, context))
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-        """Hidden states [T, hidden]."""
+        """Hidden states [S, hidden] of the rows that the context names."""
         set_context(context)
         try:
             return self.model(input_ids, positions)
-        finally:
-            reset_context()
-
-    def _project(self, hidden_states: torch.Tensor, context: Context) -> torch.Tensor | None:
-        """Logits [S, vocab] of the rows that the context names, on rank 0."""
-        set_context(context)
-        try:
-            return self.model.compute_logits(hidden_states)
         finally:
             reset_context()
 

@@ -15,4 +15,4 @@ class SiluAndMul(nn.Module):
 
             return silu_and_mul(x)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)

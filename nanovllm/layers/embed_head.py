@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.linear import check_total, copy_into
-from nanovllm.utils.context import get_context
 from nanovllm.utils.dist import SINGLE, Group
 
 
@@ -49,13 +48,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     """The output projection; shares its weight with the embedding when the model ties them."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[T, hidden] -> logits [S, vocab] on rank 0, None elsewhere.
-
-        Only the rows named by the context are projected: in prefill each sequence's last one, not the whole prompt.
-        """
-        indices = get_context().logits_indices
-        if indices is not None:
-            hidden_states = hidden_states[indices]
+        """[S, hidden] -> logits [S, vocab] on rank 0, None elsewhere."""
         logits = F.linear(hidden_states, self.weight)
         if self.group.size == 1:
             return logits

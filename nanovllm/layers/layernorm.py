@@ -40,6 +40,7 @@ class RMSNorm(nn.Module):
 def rms_normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x of unit root mean square along its last dimension, times a weight that broadcasts against it."""
     x32 = x.float()
-    scale = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     # In 16 bits transformers rounds before it applies the weight, and so do we.
     return (x32 * scale).to(x.dtype).mul_(weight)

@@ -26,16 +26,21 @@ def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
 
 def few_rows_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """The kernel that beats the library's GEMM at so few rows, `kernel(x, weight, bias, gated)`; None on a CPU."""
-    if not x.is_cuda:
+    num_rows, num_elements = x.shape[0], weight.numel()
+    if not x.is_cuda or not num_rows:
         return None
     from nanovllm.kernels import skinny_linear, small_linear
 
-    num_rows, num_elements = x.shape[0], weight.numel()
     if num_rows == 1 or num_rows <= small_linear.MAX_ROWS and num_elements <= small_linear.MAX_ELEMENTS:
         return small_linear.small_linear
     if num_rows <= skinny_linear.MAX_ROWS and num_elements <= skinny_linear.MAX_ELEMENTS and x.element_size() == 2:
         return skinny_linear.skinny_linear
     return None
+
+
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` with a weight in oneDNN's layout, by the operator that torch.compile puts in its place."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class LinearBase(nn.Module, ABC):
@@ -66,8 +71,18 @@ class LinearBase(nn.Module, ABC):
         """What remains to be done to this rank's product."""
         return y
 
+    def pack(self) -> None:
+        """Turn the loaded weight into oneDNN's own layout, where there is one: in float32 on a CPU that oneDNN knows.
+
+        At a few rows a product takes a quarter less time then, since no call has to rearrange the weight for itself.
+        """
+        weight = self.weight
+        if weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.data)
+            self.weight = nn.Parameter(packed, requires_grad=False)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = few_rows_kernel(x, self.weight) or F.linear
+        product = packed_linear if self.weight.is_mkldnn else few_rows_kernel(x, self.weight) or F.linear
         return self.finish(product(x, self.weight, self.own_bias))
 
 

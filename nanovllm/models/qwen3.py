@@ -17,6 +17,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.utils.context import get_context
 from nanovllm.utils.dist import SINGLE, Group
 
 
@@ -42,10 +43,17 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, config.head_dim)
 
-    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding) -> torch.Tensor:
-        """[T, hidden] -> this rank's part of [T, hidden]."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        rotary: RotaryEmbedding,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, hidden] -> this rank's part of [T, hidden], or of the given rows [S] of it."""
         qkv = self.qkv_proj(hidden_states)
-        return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm))
+        attended = self.attn(qkv, positions, rotary, self.q_norm, self.k_norm)
+        return self.o_proj(take_rows(attended, rows))
 
 
 class Qwen3MLP(nn.Module):
@@ -77,10 +85,15 @@ class Qwen3DecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         rotary: RotaryEmbedding,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (output of the MLP, residual); their sum is the layer's output. All [T, hidden]."""
+        """Returns (output of the MLP, residual); their sum is the layer's output. All [T, hidden].
+
+        With `rows` [S] what comes behind attention is computed for these rows only, and the results are [S, hidden].
+        """
         hidden_states, residual = reduce_norm(self.group, self.input_layernorm, hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states, positions, rotary)
+        hidden_states = self.self_attn(hidden_states, positions, rotary, rows)
+        residual = take_rows(residual, rows)
         hidden_states, residual = reduce_norm(self.group, self.post_attention_layernorm, hidden_states, residual)
         return self.mlp(hidden_states), residual
 
@@ -95,16 +108,28 @@ class Qwen3Model(nn.Module):
         self.rotary_emb = get_rope(config.head_dim, config.max_position_embeddings, config.rope_theta)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T] ids, [T] positions -> [T, hidden]."""
+        """[T] ids, [T] positions -> [S, hidden] of the rows that the context names.
+
+        In prefill these are each sequence's last ones. The others are there for their keys and values alone, the last
+        of which are those of the last layer.
+        """
         hidden_states, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
+        *layers, last_layer = self.layers
+        for layer in layers:
             hidden_states, residual = layer(hidden_states, residual, positions, self.rotary_emb)
+        rows = get_context().logits_indices
+        hidden_states, residual = last_layer(hidden_states, residual, positions, self.rotary_emb, rows)
         hidden_states, _ = reduce_norm(self.group, self.norm, hidden_states, residual)
         return hidden_states
 
 
+def take_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """`x[rows]`; without rows all of `x`."""
+    return x if rows is None else x[rows]
+
+
 class Qwen3ForCausalLM(nn.Module):
-    """Decoder and head; `forward` gives hidden states, `compute_logits` projects the rows that are wanted."""
+    """Decoder and head; `forward` gives hidden states of the rows that the context names, `compute_logits` projects."""
 
     packed_modules_mapping = {
         "q_proj": ("qkv_proj", "q"),
@@ -122,9 +147,9 @@ class Qwen3ForCausalLM(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T] ids, [T] positions -> hidden states [T, hidden]."""
+        """[T] ids, [T] positions -> hidden states [S, hidden]; which S rows, the context says."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """[T, hidden] -> [S, vocab] on rank 0; which S rows, the context says."""
+        """[S, hidden] -> [S, vocab] on rank 0, None elsewhere."""
         return self.lm_head(hidden_states)

@@ -1,4 +1,4 @@
-"""Per-step metadata, set by the `ModelRunner` before a forward pass and read by the attention layers and the LM head.
+"""Per-step metadata, set by the `ModelRunner` before a forward pass and read by the attention layers and the model.
 
 It travels beside the model instead of through it, so that model code keeps the signature `model(input_ids, positions)`.
 Every device tensor in it belongs to the runner and is valid for the one forward pass between `set_context` and
@@ -30,7 +30,7 @@ class Context:
     max_seqlen_k: int = 0
     query_lens: list[int] = field(default_factory=list)
     key_lens: list[int] = field(default_factory=list)
-    logits_indices: torch.Tensor | None = None  # [S] int64; rows of the hidden states to project, None: all
+    logits_indices: torch.Tensor | None = None  # [S] int64; rows whose logits are wanted, None: all
     # Decode. A padding row of a CUDA graph has length 0, slot -1 and must not read the cache.
     context_lens: torch.Tensor | None = None  # [B] int32, the token being computed included
     max_context_len: int = 0  # host bound on context_lens, which holds for every replay of a graph

@@ -57,6 +57,8 @@ class Group:
         self, x: torch.Tensor, residual: torch.Tensor, norm: "RMSNorm"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """With s the sum of `x` over the ranks: (norm of s + residual, s + residual). `x` may be overwritten."""
+        if not len(x):  # on all ranks alike
+            return x, residual
         if self._fits_inboxes(x):
             from nanovllm.kernels.all_reduce import all_reduce_add_rms_norm
 
