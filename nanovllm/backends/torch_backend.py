@@ -5,6 +5,7 @@ It gathers the keys and values out of the paged cache. Prefill goes sequence by 
 there the gathering takes as long as the arithmetic. Shapes as in `nanovllm.backends.base`.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +13,7 @@ from nanovllm.backends.base import AttentionBackend
 from nanovllm.utils.context import Context
 
 # Keys, or values, that decode gathers at a time. They should still be in a CPU's cache when they are multiplied.
-GROUP_BYTES = 1 << 20
+GROUP_BYTES = 3 << 19
 
 
 class TorchBackend(AttentionBackend):
@@ -69,47 +70,50 @@ class TorchBackend(AttentionBackend):
         plan = context.decode_plan or self.plan_decode(context, block_size, num_kv_heads, head_dim, q.dtype)
         # The query heads of one KV head are the rows of a left matrix, so that no key is repeated. In float32 whatever
         # the dtype, as in kernels that keep scores in registers.
-        q_heads = (q.float() * scale).view(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        out = torch.zeros_like(q_heads)
+        order, groups = plan
+        q_heads = q[order].float().view(-1, num_heads // num_kv_heads, head_dim)
+        out_heads = torch.empty_like(q_heads)
         k_cells, v_cells = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
         # One place for the gathered keys and then, when they are no longer needed, values of every group.
-        scratch = q.new_empty(max((len(cells) for _, cells, _ in plan), default=0), head_dim)
-        for rows, cells, bias in plan:
-            gathered, heads = scratch[: len(cells)], len(rows) * num_kv_heads
-            keys = torch.index_select(k_cells, 0, cells, out=gathered).view(heads, -1, head_dim).float()
-            scores = torch.bmm(q_heads[rows].flatten(0, 1), keys.transpose(1, 2))
-            weights = scores.view(len(rows), num_heads, -1).add_(bias).softmax(-1).view_as(scores)
-            values = torch.index_select(v_cells, 0, cells, out=gathered).view(heads, -1, head_dim).float()
-            out[rows] = torch.bmm(weights, values).view(len(rows), *out.shape[1:])
-        return out.view(batch, num_heads, head_dim).to(q.dtype)
+        scratch = q.new_empty(max((cells.numel() for _, cells, _ in groups), default=0), head_dim)
+        for heads, cells, bias in groups:
+            gathered = scratch[: cells.numel()]
+            keys = torch.index_select(k_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
+            weights = torch.baddbmm(bias, q_heads[heads], keys.transpose(1, 2), alpha=scale).softmax(-1)
+            values = torch.index_select(v_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
+            torch.bmm(weights, values, out=out_heads[heads])
+        out = torch.zeros_like(q)
+        out[order] = out_heads.view(len(order), num_heads, head_dim).to(q.dtype)
+        return out
 
     def plan_decode(
         self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The sequences in groups of similar length: (rows [n], cells [n * Hkv * max_len], bias [n, 1, max_len]).
+    ) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor, torch.Tensor]]]:
+        """Rows by falling length, and groups of their KV heads: (slice of n heads, cells [n * len], bias [n, 1, len]).
 
-        A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key and -inf past a sequence's length. There
-        it reads its own first token again, so that nothing else of the cache is touched and no NaN needs to be masked.
-        Sequences of length 0 are in no group.
+        Heads are counted through all rows, in that order; len is that of a group's longest sequence. A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key
+        and -inf past a sequence's length. There a head reads its first token again, so that nothing else of the cache
+        is touched and no NaN needs to be masked. Sequences of length 0 are left out.
         """
         device = context.block_tables.device
-        lens = context.context_lens.tolist()
-        order = sorted((row for row, length in enumerate(lens) if length), key=lambda row: -lens[row])
-        plan = []
+        tables, lens = context.block_tables.cpu().numpy(), context.context_lens.cpu().numpy()
+        order = np.argsort(-lens, kind="stable")[: np.count_nonzero(lens)]
         # Cells inside of a block, [Hkv, 1, block_size].
-        inner = torch.arange(block_size * num_kv_heads, device=device).view(-1, num_kv_heads).t()[:, None]
-        positions = torch.arange(lens[order[0]] if order else 0, device=device)
-        while order:
-            max_len = lens[order[0]]
+        inner = np.arange(block_size * num_kv_heads).reshape(-1, 1, num_kv_heads).T
+        groups, first = [], 0
+        while first < len(order):
+            max_len = lens[order[first]]
             size = max(GROUP_BYTES // (max_len * num_kv_heads * head_dim * dtype.itemsize), 1)
-            rows, order = torch.tensor(order[:size], device=device), order[size:]
-            num_blocks = -(-max_len // block_size)
-            first_cells = context.block_tables[rows, :num_blocks].long() * (block_size * num_kv_heads)
-            cells = (first_cells[:, None, :, None] + inner).flatten(2)[:, :, :max_len]
-            is_key = (positions[:max_len] < context.context_lens[rows, None])[:, None]
-            cells = torch.where(is_key, cells, cells[:, :, :1])
-            plan.append((rows, cells.flatten(), torch.where(is_key, 0.0, float("-inf"))))
-        return plan
+            rows = order[first : first + size]
+            heads = slice(first * num_kv_heads, (first + size) * num_kv_heads)
+            first += size
+            first_cells = tables[rows, : -(-max_len // block_size)].astype(np.int64) * (block_size * num_kv_heads)
+            cells = (first_cells[:, None, :, None] + inner).reshape(len(rows), num_kv_heads, -1)[:, :, :max_len]
+            is_key = np.arange(max_len) < lens[rows, None, None]
+            cells = np.where(is_key, cells, cells[:, :, :1]).reshape(-1)
+            bias = np.where(is_key, np.float32(0), np.float32("-inf")).repeat(num_kv_heads, axis=0)
+            groups.append((heads, torch.from_numpy(cells).to(device), torch.from_numpy(bias).to(device)))
+        return torch.from_numpy(order).to(device), groups
 
 
 def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

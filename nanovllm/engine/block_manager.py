@@ -8,7 +8,8 @@ places:
                                         <--------- release, last block first ---
 
 A released block keeps its contents and its hash at the back of the queue; both are forgotten only when the block is
-handed out for new content. That is the whole of the prefix cache.
+handed out for new content. That is the whole of the prefix cache. A block without a hash holds nothing that anybody
+could find, and goes to the front: no cached prefix is given up while there is one, and its memory is still warm.
 """
 
 from collections import OrderedDict
@@ -165,12 +166,16 @@ class BlockManager:
             if block.ref_count == 0:
                 self.used_block_ids.remove(block_id)
                 self.free_block_ids[block_id] = None
+                if block.hash is None:
+                    self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table.clear()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached contents. Blocks in use stay with their owners and are not shared any more."""
         self.hash_to_block_id.clear()
         for block in self.blocks:
+            if block.hash is not None and block.ref_count == 0:
+                self.free_block_ids.move_to_end(block.block_id, last=False)
             block.forget()
 
     def _share(self, block_id: int) -> None:

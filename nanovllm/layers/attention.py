@@ -5,13 +5,15 @@ that precedes attention proper is one kernel; the `ModelRunner` binds it to its 
 backends.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
 from nanovllm.backends.base import AttentionBackend
 from nanovllm.layers.layernorm import RMSNorm, rms_normalize
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils.context import get_context
+from nanovllm.utils.context import Context, get_context
 
 
 class Attention(nn.Module):
@@ -51,7 +53,7 @@ class Attention(nn.Module):
                 qkv, rotary_emb, q_norm, k_norm, self.num_heads, self.k_cache, self.v_cache, context, self.scale
             )
             return out.flatten(1)
-        q, k, v = self._prepare(qkv, positions, rotary_emb, q_norm, k_norm, context.slot_mapping)
+        q, k, v = self._prepare(qkv, positions, rotary_emb, q_norm, k_norm, context)
         if context.is_prefill:
             out = self.prefill_backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         else:
@@ -65,7 +67,7 @@ class Attention(nn.Module):
         rotary_emb: RotaryEmbedding,
         q_norm: RMSNorm | None,
         k_norm: RMSNorm | None,
-        slot_mapping: torch.Tensor | None,
+        context: Context,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         if qkv.is_cuda:
@@ -83,7 +85,7 @@ class Attention(nn.Module):
                 self.head_dim,
                 self.k_cache,
                 self.v_cache,
-                slot_mapping,
+                context.slot_mapping,
             )
             return qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
         # Query and key heads side by side, so that each operation is one for both.
@@ -91,20 +93,37 @@ class Attention(nn.Module):
         qk, v = qkv.view(len(qkv), sum(heads), self.head_dim).split((num_rotated, self.num_kv_heads), dim=1)
         if q_norm:
             weight = torch.cat((q_norm.weight.expand(self.num_heads, -1), k_norm.weight.expand(self.num_kv_heads, -1)))
-            qk = rms_normalize(qk, weight, q_norm.eps)
-        q, k = rotary_emb(positions, qk).split(heads[:2], dim=1)
+            qk = rms_normalize(qk, weight, q_norm.eps_tensor)
+        step = context.plain_step
+        if step is None:
+            step = context.plain_step = PlainStep.of(positions, rotary_emb, context.slot_mapping)
+        q, k = rotary_emb.rotate(qk, *step.rotation).split(heads[:2], dim=1)
         if self.k_cache is not None:
-            store_kvcache(k, v, self.k_cache, self.v_cache, slot_mapping)
+            store_kvcache(k, v, self.k_cache, self.v_cache, step)
         return q, k, v
 
 
+class PlainStep(NamedTuple):
+    """What the layers of a step have in common where they run without kernels; the first one works it out."""
+
+    rotation: tuple[torch.Tensor, torch.Tensor]  # see `RotaryEmbedding.at`
+    slots: torch.Tensor | None  # int64, of the tokens to be stored
+    stored: torch.Tensor | None  # which tokens these are, None: all
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, rotary_emb: RotaryEmbedding, slots: torch.Tensor | None) -> "PlainStep":
+        rotation = rotary_emb.at(positions)
+        if slots is None or slots.min() >= 0:
+            return cls(rotation, slots if slots is None else slots.long(), None)
+        stored = (slots >= 0).nonzero().squeeze(1)
+        return cls(rotation, slots[stored].long(), stored)
+
+
 def store_kvcache(
-    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, step: PlainStep
 ) -> None:
     """Write each token's K and V to its slot; slot -1 writes nothing. key, value: [T, kv_heads, head_dim]."""
-    slots = slot_mapping.long()
-    if slots.min() < 0:
-        is_stored = slots >= 0
-        key, value, slots = key[is_stored], value[is_stored], slots[is_stored]
-    k_cache.flatten(0, 1).index_copy_(0, slots, key)
-    v_cache.flatten(0, 1).index_copy_(0, slots, value)
+    if step.stored is not None:
+        key, value = key[step.stored], value[step.stored]
+    k_cache.flatten(0, 1).index_copy_(0, step.slots, key)
+    v_cache.flatten(0, 1).index_copy_(0, step.slots, value)

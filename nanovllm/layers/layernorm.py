@@ -12,6 +12,7 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
+        self.register_buffer("eps_tensor", torch.tensor(eps, dtype=torch.float32), persistent=False)
         self.weight = nn.Parameter(torch.ones(hidden_size), requires_grad=False)
         self.weight.weight_loader = lambda param, source: copy_into(param.data, source[:])
 
@@ -34,13 +35,14 @@ class RMSNorm(nn.Module):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The plain form, on any device."""
-        return rms_normalize(x, self.weight, self.eps)
+        return rms_normalize(x, self.weight, self.eps_tensor)
 
 
-def rms_normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_normalize(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
     """x of unit root mean square along its last dimension, times a weight that broadcasts against it."""
     x32 = x.float()
     norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-    scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    # eps + norm ** 2 / size: few operations, each of which costs a CPU as much as the arithmetic of a decode step.
+    scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     # In 16 bits transformers rounds before it applies the weight, and so do we.
     return (x32 * scale).to(x.dtype).mul_(weight)

@@ -18,10 +18,19 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """x: [T, heads, head_dim], positions: [T] -> the rotated heads, in x's dtype."""
+        return self.rotate(x, *self.at(positions))
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `rotate` takes, the same for all layers of a step: cos and signed sin [T, 1, head_dim], float32."""
         cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        x1, x2 = x.float().chunk(2, dim=-1)
-        rotated = torch.addcmul(x1 * cos, x2, sin, value=-1), torch.addcmul(x2 * cos, x1, sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+    @staticmethod
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Each pair turned: (x1, x2) * cos + (x2, x1) * (-sin, sin)."""
+        x32 = x.float()
+        partners = x32.roll(x.shape[-1] // 2, dims=-1)
+        return torch.addcmul(x32 * cos, partners, sin).to(x.dtype)
 
 
 def get_rope(head_dim: int, max_position: int, theta: float) -> RotaryEmbedding:

@@ -35,6 +35,7 @@ class Context:
     context_lens: torch.Tensor | None = None  # [B] int32, the token being computed included
     max_context_len: int = 0  # host bound on context_lens, which holds for every replay of a graph
     decode_plan: Any = None  # what the decode backend has worked out for all layers
+    plain_step: Any = None  # what the first layer has worked out for all, without kernels
 
 
 class _Current(threading.local):
