@@ -215,18 +215,20 @@ class ModelRunner:
 
         tables, pad_row = self.tables, self.tables.pad_row
         longest = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
-        with compile_only():
-            for length in {*range(1, MAX_ROWS + 1), *(min(n, longest) for n in LONG_CHUNKS)}:
-                for start in (0, 1):
-                    self.compute_logits(*self.prepare_prefill(self._dummy_prefill([length], start)))
-            for num_rows in range(1, MAX_ROWS + 2):
+        with compile_only(self.device):
+            # Decode first: with it come the kernels that take longest.
+            for num_rows in range(MAX_ROWS + 1, 0, -1):
                 rows, positions = upload([[pad_row] * num_rows, [0] * num_rows], torch.int64, self.device)
                 tables.decode_inputs(rows, positions, self.block_size)
                 inputs = tables.decode_inputs_plain(rows, positions, self.block_size)
                 logits = self._decode_logits(inputs)
                 if logits is not None:
-                    self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.context_lens)
                     self.extras.compile(logits)
+                    for ends in (inputs.context_lens, positions):  # int32 in decode, int64 in prefill
+                        self.sampler(logits, inputs.temperatures, inputs.seeds, ends)
+            for length in {*range(1, MAX_ROWS + 1), *(min(n, longest) for n in LONG_CHUNKS)}:
+                for start in (0, 1):
+                    self.compute_logits(*self.prepare_prefill(self._dummy_prefill([length], start)))
 
     def _num_kvcache_blocks(self, peak: int, use_graphs: bool) -> int:
         if self.config.num_kvcache_blocks > 0:

@@ -13,9 +13,9 @@ j <= i + k_len - q_len, so a tile of queries splits the keys into three runs:
 
 Keys are packed like the queries, or in the paged cache (PAGED). Shapes as in `nanovllm.backends.base`.
 
-With TMA the first run's keys and values, which need no mask, come through Hopper's bulk copy engine: one thread asks
-for a tile, where otherwise all of them compute addresses. The second run keeps to plain loads, which can be masked:
-what lies past the keys must not reach the result, not even as a NaN.
+With TMA keys and values come through Hopper's bulk copy engine: one thread asks for a tile, where otherwise all of them
+compute addresses. What lies past the keys must not reach the result, not even as a NaN, so that the end of the second
+run keeps to plain loads, which can be masked. Large tiles out of the cache have one loop for both runs up to there.
 """
 
 from functools import cache
@@ -66,15 +66,20 @@ def _attend(
     scale_log2,
     begin,
     end,
+    diagonal,  # where the second run begins; DIAGONAL only
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     TILE_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
     MASKED: tl.constexpr,
+    DIAGONAL: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Take the keys begin .. end into the running softmax; without MASKED every query sees all of these whole tiles."""
+    """Take the keys begin .. end into the running softmax.
+
+    Without MASKED these are whole tiles; every query sees all of them or, with DIAGONAL, of those before `diagonal`.
+    """
     dim = tl.arange(0, D_PAD)[None, :]
     offsets = tl.arange(0, TILE_N)
     if PAGED:
@@ -97,6 +102,9 @@ def _attend(
         scores = tl.dot(q, k.T, input_precision="ieee")
         if MASKED:
             scores = tl.where((start + offsets)[None, :] <= last_key[:, None], scores, float("-inf"))
+        if DIAGONAL:
+            if start >= diagonal:  # not in every tile: comparing costs as much as the exponential
+                scores = tl.where((start + offsets)[None, :] <= last_key[:, None], scores, float("-inf"))
         # Scaled only now, so that scaling and subtracting are one instruction. Finite: every query sees key 0.
         new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale_log2)
         shrink = tl.exp2(max_score - new_max)
@@ -132,6 +140,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
     TMA: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -168,13 +177,18 @@ def _prefill_kernel(
     denominator = tl.zeros((TILE_M,), tl.float32)
     max_score = tl.full((TILE_M,), float("-inf"), tl.float32)
     last_key = prefix + query
+    middle = full
+    if ONE_LOOP:
+        middle = tl.maximum(tl.minimum(tl.cdiv(end, TILE_N), k_len // TILE_N) * TILE_N, full)
     acc, denominator, max_score = _attend(
         acc, denominator, max_score, q, last_key, k_base, v_base, k_stride, v_stride, k_desc, v_desc, k_start,
-        kv_offset, table_ptr, scale_log2, 0, full, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=False, TMA=TMA,
+        kv_offset, table_ptr, scale_log2, 0, middle, full, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=False,
+        DIAGONAL=ONE_LOOP, TMA=TMA,
     )  # fmt: skip
     acc, denominator, max_score = _attend(
         acc, denominator, max_score, q, last_key, k_base, v_base, k_stride, v_stride, k_desc, v_desc, k_start,
-        kv_offset, table_ptr, scale_log2, full, end, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=True, TMA=False,
+        kv_offset, table_ptr, scale_log2, middle, end, full, D, D_PAD, TILE_N, BLOCK_SIZE, PAGED, MASKED=True,
+        DIAGONAL=False, TMA=False,
     )  # fmt: skip
     out_rows = row * (tl.num_programs(1) * D) + head * D
     tl.store(out_ptr + out_rows + dim, acc / denominator[:, None], mask=mask)
@@ -270,6 +284,8 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         PAGED=paged,
         TMA=k_desc is not None,
+        # Measured on one H200: 4 to 12 % faster for large tiles of the cache, no faster for small or packed ones.
+        ONE_LOOP=k_desc is not None and paged and tile_m == 128,
         num_warps=num_warps,
         num_stages=num_stages,
         **pdl_options(q.device),

@@ -137,6 +137,26 @@ def test_whole_tiles_by_tma(device: torch.device, randn: Callable[..., torch.Ten
     test_several_tiles_of_queries(torch.float16, device, randn)
 
 
+@pytest.mark.usefixtures("tma")
+def test_one_loop_over_large_tiles_of_the_cache(
+    device: torch.device, randn: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes and lengths on, before and behind the edges of tiles; the cache is NaN past the keys."""
+    monkeypatch.setattr(module, "_tile_config", lambda *_: (128, 128, 8, 2))
+    q_lens, k_lens, block_size = [1, 128, 129, 255, 130, 40], [128, 128, 129, 511, 386, 250], 256
+    q = randn(sum(q_lens), 2, 16, dtype=torch.float16)
+    keys, values = ([randn(length, 1, 16, dtype=torch.float16) for length in k_lens] for _ in range(2))
+    order = list(range(sum(-(-length // block_size) for length in k_lens)))[::-1]
+    k_cache, block_tables = page(keys, block_size, order, None)
+    v_cache, _ = page(values, block_size, order, block_tables)
+    out = prefill_attention(
+        q, k_cache, v_cache, cu_seqlens(q_lens, device), cu_seqlens(k_lens, device), 255, 0.25, block_tables.to(device)
+    )
+    parts = zip(q.split(q_lens), keys, values, strict=True)
+    expected = torch.cat([reference(*part, 0.25) for part in parts])
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=TOLERANCE[torch.float16])
+
+
 @triton.jit
 def find_all_tiles_kernel(seq_ptr, tile_ptr, cu_seqlens_ptr, num_seqs, TILE_M: tl.constexpr):
     program = tl.program_id(0)
