@@ -196,7 +196,7 @@ def share_prefix(run: Run) -> tuple[Step, dict[str, object]]:
     both = set(step.tables[2]) & set(step.tables[3])
     identities = [run.llm.scheduler.block_manager.blocks[step.tables[i][2]].prefix_id for i in (2, 3)]
     assert identities[0] == identities[1]
-    assert both == {2, 3} and step.tables[2] == [2, 3, 5, 6] and step.tables[3] == [2, 3, 7, 8]
+    assert both == {2, 3} and step.tables[2] == [2, 3, 1, 4] and step.tables[3] == [2, 3, 5, 6]
     assert step.batch.starts == [32, 32]
     run.finish()
     return step, {

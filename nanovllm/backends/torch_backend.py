@@ -45,16 +45,18 @@ class TorchBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        start = 0
+        q_start = k_start = 0
         for row, (q_len, k_len) in enumerate(zip(context.query_lens, context.key_lens, strict=True)):
-            tokens = slice(start, start + q_len)
-            start += q_len
+            queries, packed_keys = slice(q_start, q_start + q_len), slice(k_start, k_start + k_len)
+            q_start, k_start = queries.stop, packed_keys.stop
+            if not q_len:
+                continue
             if context.block_tables is None:
-                keys, values = k[tokens], v[tokens]
+                keys, values = k[packed_keys], v[packed_keys]
             else:
                 keys = _gather_sequence(k_cache, context.block_tables[row], k_len)
                 values = _gather_sequence(v_cache, context.block_tables[row], k_len)
-            out[tokens] = _causal_attention(q[tokens], keys, values, scale)
+            out[queries] = _causal_attention(q[queries], keys, values, scale)
         return out
 
     def decode(
@@ -70,9 +72,9 @@ class TorchBackend(AttentionBackend):
         plan = context.decode_plan or self.plan_decode(context, block_size, num_kv_heads, head_dim, q.dtype)
         # The query heads of one KV head are the rows of a left matrix, so that no key is repeated. In float32 whatever
         # the dtype, as in kernels that keep scores in registers.
-        order, groups = plan
+        order, inverse, groups = plan
         q_heads = q[order].float().view(-1, num_heads // num_kv_heads, head_dim)
-        out_heads = torch.empty_like(q_heads)
+        out_heads = torch.zeros_like(q_heads)
         k_cells, v_cells = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
         # One place for the gathered keys and then, when they are no longer needed, values of every group.
         scratch = q.new_empty(max((cells.numel() for _, cells, _ in groups), default=0), head_dim)
@@ -82,38 +84,38 @@ class TorchBackend(AttentionBackend):
             weights = torch.baddbmm(bias, q_heads[heads], keys.transpose(1, 2), alpha=scale).softmax(-1)
             values = torch.index_select(v_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
             torch.bmm(weights, values, out=out_heads[heads])
-        out = torch.zeros_like(q)
-        out[order] = out_heads.view(len(order), num_heads, head_dim).to(q.dtype)
-        return out
+        return out_heads.view_as(q)[inverse].to(q.dtype)
 
     def plan_decode(
         self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, list[tuple[slice, torch.Tensor, torch.Tensor]]]:
-        """Rows by falling length, and groups of their KV heads: (slice of n heads, cells [n * len], bias [n, 1, len]).
+    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[slice, torch.Tensor, torch.Tensor]]]:
+        """Rows by falling length [B], the inverse of that order, and the sequences in groups of similar length.
 
-        Heads are counted through all rows, in that order; len is that of a group's longest sequence. A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key
-        and -inf past a sequence's length. There a head reads its first token again, so that nothing else of the cache
-        is touched and no NaN needs to be masked. Sequences of length 0 are left out.
+        A group is (slice of n KV heads, counted through all rows in that order; cells [n * len]; bias [n, 1, len]), len
+        being that of its longest sequence. A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key and
+        -inf past a sequence's length. There a head reads its first token again, so that nothing else of the cache is
+        touched and no NaN needs to be masked. Sequences of length 0 are in no group.
         """
         device = context.block_tables.device
         tables, lens = context.block_tables.cpu().numpy(), context.context_lens.cpu().numpy()
-        order = np.argsort(-lens, kind="stable")[: np.count_nonzero(lens)]
-        # Cells inside of a block, [Hkv, 1, block_size].
-        inner = np.arange(block_size * num_kv_heads).reshape(-1, 1, num_kv_heads).T
+        order, num_rows = np.argsort(-lens, kind="stable"), np.count_nonzero(lens)
+        positions = np.arange(lens.max(initial=0))
+        blocks, offsets = np.divmod(positions, block_size)
+        inner = offsets * num_kv_heads + np.arange(num_kv_heads)[:, None]  # cell inside of its block, [Hkv, len]
         groups, first = [], 0
-        while first < len(order):
+        while first < num_rows:
             max_len = lens[order[first]]
             size = max(GROUP_BYTES // (max_len * num_kv_heads * head_dim * dtype.itemsize), 1)
-            rows = order[first : first + size]
-            heads = slice(first * num_kv_heads, (first + size) * num_kv_heads)
+            rows = order[first : min(first + size, num_rows)]
+            heads = slice(first * num_kv_heads, (first + len(rows)) * num_kv_heads)
             first += size
-            first_cells = tables[rows, : -(-max_len // block_size)].astype(np.int64) * (block_size * num_kv_heads)
-            cells = (first_cells[:, None, :, None] + inner).reshape(len(rows), num_kv_heads, -1)[:, :, :max_len]
-            is_key = np.arange(max_len) < lens[rows, None, None]
+            first_cells = tables[rows].astype(np.int64) * (block_size * num_kv_heads)
+            cells = first_cells[:, None, blocks[:max_len]] + inner[:, :max_len]
+            is_key = positions[:max_len] < lens[rows, None, None]
             cells = np.where(is_key, cells, cells[:, :, :1]).reshape(-1)
             bias = np.where(is_key, np.float32(0), np.float32("-inf")).repeat(num_kv_heads, axis=0)
             groups.append((heads, torch.from_numpy(cells).to(device), torch.from_numpy(bias).to(device)))
-        return torch.from_numpy(order).to(device), groups
+        return torch.from_numpy(order).to(device), torch.from_numpy(order.argsort()).to(device), groups
 
 
 def _gather_sequence(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

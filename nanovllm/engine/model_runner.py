@@ -10,6 +10,7 @@ import math
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -188,7 +189,7 @@ class ModelRunner:
         input_ids, positions, context = self.prepare_prefill(self._dummy_prefill(lengths))
         # Every running sequence may end its prefill in one step.
         rows = torch.full((self.max_num_rows,), self.tables.pad_row, device=self.device)
-        context.logits_indices = torch.arange(self.max_num_rows, device=self.device) % sum(lengths)
+        context.want_logits(torch.arange(self.max_num_rows, device=self.device) % sum(lengths))
         logits = self.compute_logits(input_ids, positions, context)
         self._sample(logits, rows, self.tables.temperatures[rows], self.tables.seeds[rows], rows, all_greedy=False)
         self.extras.warm_up(logits)
@@ -314,7 +315,7 @@ class ModelRunner:
 
     def prepare_prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Context]:
         """Ids and positions [T] of all chunks end to end, and the metadata that says where each belongs."""
-        rows, starts, counts = (np.array(x) for x in (batch.rows, batch.starts, batch.counts))
+        rows, starts, counts, samples = (np.array(x) for x in (batch.rows, batch.starts, batch.counts, batch.samples))
         ends = starts + counts
         cu_seqlens_q = np.concatenate(([0], counts.cumsum()))
         cu_seqlens_k = np.concatenate(([0], ends.cumsum()))
@@ -332,18 +333,24 @@ class ModelRunner:
             max_seqlen_k=int(ends.max()),
             query_lens=batch.counts,
             key_lens=ends.tolist(),
-            logits_indices=upload(cu_seqlens_q[1:][np.array(batch.samples)] - 1, torch.int64, self.device),
+            logits_indices=upload(cu_seqlens_q[1:][samples] - 1, torch.int64, self.device),
         )
         if starts.any():  # some keys are in the cache only: a prefix hit, or a later chunk
             width = -(-context.max_seqlen_k // self.block_size)
             context.block_tables = self.tables.block_tables[upload(rows, torch.int64, self.device), :width]
+        context.last_queries = replace(
+            context,
+            cu_seqlens_q=upload(np.concatenate(([0], samples.cumsum())), torch.int32, self.device),
+            max_seqlen_q=1,
+            query_lens=samples.astype(int).tolist(),
+        )
         return input_ids, device_positions, context
 
     def _launch_prefill(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None, list[PendingLogprobs]]:
         input_ids, positions, context = self.prepare_prefill(batch)
         last_rows = context.logits_indices
         if batch.prompt_targets:  # which want all rows of the hidden states
-            context.logits_indices = None
+            context.want_logits(None)
         hidden_states = self._forward(input_ids, positions, context)
         logits = self.model.compute_logits(hidden_states[last_rows] if batch.prompt_targets else hidden_states)
         pending = [self._prompt_logprobs(hidden_states, batch, *target) for target in batch.prompt_targets]

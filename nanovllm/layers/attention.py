@@ -45,8 +45,12 @@ class Attention(nn.Module):
         rotary_emb: RotaryEmbedding,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """qkv: [T, (heads + 2 * kv_heads) * head_dim], overwritten; positions: [T] -> [T, heads * head_dim]."""
+        """qkv: [T, (heads + 2 * kv_heads) * head_dim], overwritten; positions: [T] -> [T, heads * head_dim].
+
+        With `rows` [S] the result is [S, heads * head_dim], of these rows; keys and values are stored of all.
+        """
         context = get_context()
         if qkv.is_cuda and not context.is_prefill and self.decode_backend.fuses_decode:
             out = self.decode_backend.fused_decode(
@@ -55,10 +59,14 @@ class Attention(nn.Module):
             return out.flatten(1)
         q, k, v = self._prepare(qkv, positions, rotary_emb, q_norm, k_norm, context)
         if context.is_prefill:
+            if rows is not None and (context.last_queries is not None or not len(rows)):
+                q, context, rows = q[rows], context.last_queries, None
+            if not len(q):
+                return q.flatten(1)
             out = self.prefill_backend.prefill(q, k, v, self.k_cache, self.v_cache, context, self.scale)
         else:
             out = self.decode_backend.decode(q, self.k_cache, self.v_cache, context, self.scale)
-        return out.flatten(1)
+        return take_rows(out.flatten(1), rows)
 
     def _prepare(
         self,
@@ -101,6 +109,11 @@ class Attention(nn.Module):
         if self.k_cache is not None:
             store_kvcache(k, v, self.k_cache, self.v_cache, step)
         return q, k, v
+
+
+def take_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """`x[rows]`; without rows all of `x`."""
+    return x if rows is None else x[rows]
 
 
 class PlainStep(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, take_rows
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.fused import gated_linear, reduce_norm
 from nanovllm.layers.layernorm import RMSNorm
@@ -52,8 +52,7 @@ class Qwen3Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, hidden] -> this rank's part of [T, hidden], or of the given rows [S] of it."""
         qkv = self.qkv_proj(hidden_states)
-        attended = self.attn(qkv, positions, rotary, self.q_norm, self.k_norm)
-        return self.o_proj(take_rows(attended, rows))
+        return self.o_proj(self.attn(qkv, positions, rotary, self.q_norm, self.k_norm, rows))
 
 
 class Qwen3MLP(nn.Module):
@@ -89,7 +88,7 @@ class Qwen3DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (output of the MLP, residual); their sum is the layer's output. All [T, hidden].
 
-        With `rows` [S] what comes behind attention is computed for these rows only, and the results are [S, hidden].
+        With `rows` [S] queries, and what comes behind attention, are those of these rows only: the results are [S, hidden].
         """
         hidden_states, residual = reduce_norm(self.group, self.input_layernorm, hidden_states, residual)
         hidden_states = self.self_attn(hidden_states, positions, rotary, rows)
@@ -121,11 +120,6 @@ class Qwen3Model(nn.Module):
         hidden_states, residual = last_layer(hidden_states, residual, positions, self.rotary_emb, rows)
         hidden_states, _ = reduce_norm(self.group, self.norm, hidden_states, residual)
         return hidden_states
-
-
-def take_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """`x[rows]`; without rows all of `x`."""
-    return x if rows is None else x[rows]
 
 
 class Qwen3ForCausalLM(nn.Module):

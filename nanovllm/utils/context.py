@@ -31,11 +31,17 @@ class Context:
     query_lens: list[int] = field(default_factory=list)
     key_lens: list[int] = field(default_factory=list)
     logits_indices: torch.Tensor | None = None  # [S] int64; rows whose logits are wanted, None: all
+    # The same step for the last layer's attention, with no more queries than `logits_indices`; None: with all.
+    last_queries: "Context | None" = None
     # Decode. A padding row of a CUDA graph has length 0, slot -1 and must not read the cache.
     context_lens: torch.Tensor | None = None  # [B] int32, the token being computed included
     max_context_len: int = 0  # host bound on context_lens, which holds for every replay of a graph
     decode_plan: Any = None  # what the decode backend has worked out for all layers
     plain_step: Any = None  # what the first layer has worked out for all, without kernels
+
+    def want_logits(self, rows: torch.Tensor | None) -> None:
+        """Of these rows [S], None: of all, in the place of each sequence's last one."""
+        self.logits_indices, self.last_queries = rows, None
 
 
 class _Current(threading.local):

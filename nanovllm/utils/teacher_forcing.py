@@ -74,7 +74,7 @@ def _reference_logits(runner: ModelRunner, prompt: list[int], completion: list[i
     batch.token_ids = [token_ids]
     input_ids, positions, context = runner.prepare_prefill(batch)
     context.slot_mapping.fill_(-1)  # the cache is left alone
-    context.logits_indices = torch.arange(len(prompt) - 1, len(token_ids), device=runner.device)
+    context.want_logits(torch.arange(len(prompt) - 1, len(token_ids), device=runner.device))
     reference = TorchBackend()
     for layer in runner.attention_layers:
         layer.bind_backends(reference, reference)

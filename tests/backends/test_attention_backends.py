@@ -166,6 +166,28 @@ def test_chunks_equal_the_whole_prompt(name: str, dtype: torch.dtype, device, ba
     assert_near(torch.cat(chunks), expected, dtype)
 
 
+@dtypes
+@pytest.mark.parametrize("is_paged", [False, True], ids=["packed", "paged"])
+@pytest.mark.parametrize("name", ["torch", *GPU_BACKENDS])
+def test_the_last_layers_queries(
+    name: str, is_paged: bool, dtype: torch.dtype, device, backend_for, paged_batch
+) -> None:
+    """One query, or none, of sequences that compute more keys than that."""
+    block_size = 256 if name == "flash_attn" else 16
+    backend = backend_for(name, dtype, 4, 2, 64, block_size)
+    q_lens = [0, 1, 0, 1, 1, 0]
+    batch = paged_batch([20, 75, 3, 97, 1, 40], block_size, 2, 64, dtype)
+    q = random_q(sum(q_lens), 4, 64, dtype, device)
+    context = batch.prefill_context(q_lens)
+    if is_paged:
+        out = backend.prefill(q, None, None, batch.k_cache, batch.v_cache, context, 0.2)
+    else:
+        context.block_tables = None
+        out = backend.prefill(q, torch.cat(batch.keys), torch.cat(batch.values), None, None, context, 0.2)
+    parts = zip(q.split(q_lens), batch.keys, batch.values, strict=True)
+    assert_near(out, torch.cat([softmax_attention(*part, 0.2) for part in parts]), dtype)
+
+
 @pytest.mark.parametrize("name", ["torch", *GPU_BACKENDS])
 def test_rows_of_length_0_are_zeros_even_alone(name: str, device, backend_for, paged_batch) -> None:
     dtype = torch.bfloat16 if name == "flash_attn" else torch.float32

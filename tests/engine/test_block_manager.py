@@ -232,10 +232,21 @@ def test_free_blocks_are_handed_out_oldest_first_and_tails_before_heads() -> Non
     seq = admit(blocks, A)
     assert seq.block_table == [0, 1, 2]
     blocks.release(seq)
-    assert list(blocks.free_block_ids) == [3, 4, 5, 2, 1, 0]
+    assert list(blocks.free_block_ids) == [2, 3, 4, 5, 1, 0]  # 2 is not full: nobody could find it
     # Five new blocks leave the head of A: a shorter hit, but a hit.
     blocks.release(admit(blocks, [*JUNK, *JUNK, 0]))
     assert blocks.cached_prefix(make(A)) == [0]
+
+
+def test_no_prefix_is_forgotten_while_there_are_blocks_that_hold_none() -> None:
+    blocks = BlockManager(4, 4)
+    run(blocks, A)
+    for _ in range(5):
+        assert run(blocks, [9, 9, 9]).num_cached_tokens == 0
+    assert blocks.cached_prefix(make(A)) == [0, 1]
+    blocks.reset_prefix_cache()
+    assert list(blocks.free_block_ids)[:2] == [1, 0], "what has been used is used again, before memory never touched"
+    blocks.check_invariants([])
 
 
 def test_shared_blocks_are_secured_before_new_ones_are_taken() -> None:

@@ -170,7 +170,7 @@ def test_bfloat16_is_as_precise_as_transformers(tmp_path: Path) -> None:
         batch.token_ids = [prompt]
         input_ids, positions, context = runner.prepare_prefill(batch)
         context.slot_mapping.fill_(-1)
-        context.logits_indices = None
+        context.want_logits(None)
         ours.append(runner.compute_logits(input_ids, positions, context).float())
     llm.exit()
 
