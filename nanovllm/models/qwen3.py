@@ -88,7 +88,7 @@ class Qwen3DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (output of the MLP, residual); their sum is the layer's output. All [T, hidden].
 
-        With `rows` [S] queries, and what comes behind attention, are those of these rows only: the results are [S, hidden].
+        With `rows` [S] queries, and what comes behind attention, are those of these rows only; the results [S, hidden].
         """
         hidden_states, residual = reduce_norm(self.group, self.input_layernorm, hidden_states, residual)
         hidden_states = self.self_attn(hidden_states, positions, rotary, rows)
