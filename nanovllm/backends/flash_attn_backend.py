@@ -58,7 +58,7 @@ class FlashAttnBackend(AttentionBackend):
             v,
             cu_seqlens_q=context.cu_seqlens_q,
             cu_seqlens_k=context.cu_seqlens_k,
-            max_seqlen_q=context.max_seqlen_q,
+            max_seqlen_q=max(context.max_seqlen_q, 2),  # at 1 it takes it that every sequence has a query
             max_seqlen_k=context.max_seqlen_k,
             softmax_scale=scale,
             causal=True,  # aligned to the last key since flash-attn 2.1

@@ -81,7 +81,7 @@ class TorchBackend(AttentionBackend):
         for heads, cells, bias in groups:
             gathered = scratch[: cells.numel()]
             keys = torch.index_select(k_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
-            weights = torch.baddbmm(bias, q_heads[heads], keys.transpose(1, 2), alpha=scale).softmax(-1)
+            weights = torch.add(bias, torch.bmm(q_heads[heads], keys.transpose(1, 2)), alpha=scale).softmax(-1)
             values = torch.index_select(v_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
             torch.bmm(weights, values, out=out_heads[heads])
         return out_heads.view_as(q)[inverse].to(q.dtype)

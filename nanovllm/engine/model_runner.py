@@ -216,8 +216,12 @@ class ModelRunner:
 
         tables, pad_row = self.tables, self.tables.pad_row
         longest = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
+        hidden_size = self.config.model_config.hidden_size
         with compile_only(self.device):
-            # Decode first: with it come the kernels that take longest.
+            # First what takes longest: the filters, then decode attention.
+            logits = self.model.compute_logits(torch.zeros(1, hidden_size, dtype=self.dtype, device=self.device))
+            if logits is not None:
+                self.extras.compile(logits)
             for num_rows in range(MAX_ROWS + 1, 0, -1):
                 rows, positions = upload([[pad_row] * num_rows, [0] * num_rows], torch.int64, self.device)
                 tables.decode_inputs(rows, positions, self.block_size)

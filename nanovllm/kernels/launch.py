@@ -7,13 +7,14 @@ start that would be some thirty compilations of half a second, one after the oth
 
 import os
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 _MAX_THREADS = 8  # parts of the compiler hold Python's lock
 
@@ -22,7 +23,7 @@ class _Mode(threading.local):
     """Of each thread its own: two engines may start side by side in two threads."""
 
     def __init__(self) -> None:
-        self.compiling: dict[int, Any] | None = None  # what `compile_only` has come across, by identity
+        self.seen: set[Any] | None = None  # what `compile_only` has come across
 
 
 _mode = _Mode()
@@ -30,11 +31,40 @@ _mode = _Mode()
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`; inside `compile_only` the kernel is compiled for these arguments instead."""
-    if _mode.compiling is None:
+    if _mode.seen is None:
         kernel[grid](*args, **options)
-    else:
-        compiled = kernel.warmup(*args, grid=grid, **options)
-        _mode.compiling[id(compiled)] = compiled
+        return
+    # Asking Triton takes a fraction of a millisecond, and all layers ask for the same.
+    key = (kernel, *map(_kind, args), *((name, _kind(value)) for name, value in options.items()))
+    if key not in _mode.seen:
+        _mode.seen.add(key)
+        kernel.warmup(*args, grid=grid, **options)
+
+
+def _kind(arg: Any) -> Any:
+    """Equal for two arguments only if the same compiled kernel serves both."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16
+    if isinstance(arg, TensorDescriptor):
+        return _kind(arg.base), tuple(arg.shape), tuple(arg.strides), tuple(arg.block_shape)
+    return type(arg), arg
+
+
+class _Compiler(ThreadPoolExecutor):
+    """Threads that make each kernel they compile ready to run: its launcher, and the kernel on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(min(os.cpu_count() or 1, _MAX_THREADS))
+        self.device = device
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future:
+        def compile_and_load() -> Any:
+            compiled = compile_kernel()
+            torch.cuda.set_device(self.device)  # each thread has its own
+            compiled.run  # noqa: B018 (a property, which loads)
+            return compiled
+
+        return super().submit(compile_and_load)
 
 
 @contextmanager
@@ -43,16 +73,9 @@ def compile_only(device: torch.device) -> Iterator[None]:
 
     What they would have written stays as it is, so whatever reads it, such as an index, must not rely on it.
     """
-
-    def load(compiled: Any) -> None:
-        torch.cuda.set_device(device)  # each thread has its own
-        getattr(compiled, "result", lambda: compiled)().run  # noqa: B018 (its launcher, and the kernel on the device)
-
-    _mode.compiling = {}
+    _mode.seen = set()
     try:
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS)) as threads:
-            with triton.AsyncCompileMode(threads):
-                yield
-            list(threads.map(load, _mode.compiling.values()))
+        with _Compiler(device) as threads, triton.AsyncCompileMode(threads):
+            yield
     finally:
-        _mode.compiling = None
+        _mode.seen = None
