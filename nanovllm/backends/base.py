@@ -54,9 +54,9 @@ class AttentionBackend(ABC):
         """Attention of several query tokens per sequence, causal and aligned to the end of the keys.
 
         q [T, Hq, D]; k, v [T, Hkv, D], all three possibly strided views of one packed tensor; caches
-        [blocks, bs, Hkv, D]. Returns [T, Hq, D], contiguous. In the last layer there are fewer queries than keys, of a
-        sequence that does not sample none at all. Without `context.block_tables` the keys are exactly k and
-        v and the caches are not touched (they may be None); with it, all keys are read from the cache.
+        [blocks, bs, Hkv, D]. Returns [T, Hq, D], contiguous. Without `context.block_tables` the keys are exactly k and
+        v and the caches are not touched (they may be None); with it, all keys are read from the cache. In the last
+        layer q has one token of each sequence that samples and none of the others, whose query length is 0.
         """
 
     @abstractmethod

@@ -8,8 +8,8 @@ places:
                                         <--------- release, last block first ---
 
 A released block keeps its contents and its hash at the back of the queue; both are forgotten only when the block is
-handed out for new content. That is the whole of the prefix cache. A block without a hash holds nothing that anybody
-could find, and goes to the front: no cached prefix is given up while there is one, and its memory is still warm.
+handed out for new content. That is the whole of the prefix cache. A block that nobody could find, since it is not full
+or the twin of another one, goes to the front: no cached prefix is given up for it, and its memory is still warm.
 """
 
 from collections import OrderedDict
@@ -166,7 +166,7 @@ class BlockManager:
             if block.ref_count == 0:
                 self.used_block_ids.remove(block_id)
                 self.free_block_ids[block_id] = None
-                if block.hash is None:
+                if self.hash_to_block_id.get(block.hash) != block_id:  # nobody could find it
                     self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table.clear()
 

@@ -24,7 +24,6 @@ from nanovllm.engine.extras import Extras, PendingLogprobs, collect
 from nanovllm.engine.row_tables import DecodeInputs, RowTables, upload
 from nanovllm.engine.scheduler import Batch, StepLogprobs
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.logits import RawLogprobs, raw_logprobs
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.registry import get_model_class
@@ -159,9 +158,6 @@ class ModelRunner:
             load_dummy(model, self.config.seed or 0, self.group.rank)
         else:
             load_model(model, self.config.model)
-        for module in model.modules():
-            if isinstance(module, LinearBase):
-                module.pack()
         return model.eval()
 
     def _bind_backends(self) -> None:
@@ -245,7 +241,7 @@ class ModelRunner:
         blocks_per_seq = -(-self.max_model_len // self.block_size)
         if self.device.type == "cpu":
             wanted = self.config.max_num_seqs * blocks_per_seq
-            return max(min(wanted, available_memory() // 4 // block_bytes), 1)
+            return max(min(wanted, available_memory() // 4 // self.group.size // block_bytes), 1)
         graph_bytes = self._measure_graphs() if use_graphs else 0
         free, total = torch.cuda.mem_get_info()
         # What is in use now (weights, other processes) stays; the warm-up's peak comes on top of what is allocated now.

@@ -15,4 +15,5 @@ class SiluAndMul(nn.Module):
 
             return silu_and_mul(x)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        # By rows, whatever x is: see `layers.linear.linear`.
+        return F.silu(gate).mul_(up).contiguous()

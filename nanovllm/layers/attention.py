@@ -49,7 +49,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """qkv: [T, (heads + 2 * kv_heads) * head_dim], overwritten; positions: [T] -> [T, heads * head_dim].
 
-        With `rows` [S] the result is [S, heads * head_dim], of these rows; keys and values are stored of all.
+        With `rows` [S], in prefill, the result is [S, heads * head_dim] of these; keys and values are stored of all.
         """
         context = get_context()
         if qkv.is_cuda and not context.is_prefill and self.decode_backend.fuses_decode:
@@ -98,6 +98,7 @@ class Attention(nn.Module):
             return qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
         # Query and key heads side by side, so that each operation is one for both.
         num_rotated = self.num_heads + self.num_kv_heads
+        qkv = qkv.contiguous()  # of a few rows it may come by columns
         qk, v = qkv.view(len(qkv), sum(heads), self.head_dim).split((num_rotated, self.num_kv_heads), dim=1)
         if q_norm:
             weight = torch.cat((q_norm.weight.expand(self.num_heads, -1), k_norm.weight.expand(self.num_kv_heads, -1)))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import check_total, copy_into
+from nanovllm.layers.linear import check_total, copy_into, linear
 from nanovllm.utils.dist import SINGLE, Group
 
 
@@ -49,7 +49,10 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """[S, hidden] -> logits [S, vocab] on rank 0, None elsewhere."""
-        logits = F.linear(hidden_states, self.weight)
+        if hidden_states.is_cuda:  # where the library streams so large a matrix at the speed of the memory
+            logits = F.linear(hidden_states, self.weight)
+        else:
+            logits = linear(hidden_states, self.weight, None).contiguous()
         if self.group.size == 1:
             return logits
         parts = self.group.gather(logits)

@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
             )
         if residual is None:
             return self.normalize(x)
-        residual = x + residual
+        residual = residual + x  # in the order of the residual's memory, by rows
         return self.normalize(residual), residual
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:

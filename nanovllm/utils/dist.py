@@ -43,9 +43,10 @@ class Group:
         self._is_aborted = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks, in place."""
+        """The sum of `x` over the ranks, in place if `x` is contiguous."""
         if self.size == 1:
             return x
+        x = x.contiguous()
         if self._fits_inboxes(x):
             from nanovllm.kernels.all_reduce import all_reduce
 
