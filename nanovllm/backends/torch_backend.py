@@ -13,7 +13,7 @@ from nanovllm.backends.base import AttentionBackend
 from nanovllm.utils.context import Context
 
 # Keys, or values, that decode gathers at a time. They should still be in a CPU's cache when they are multiplied.
-GROUP_BYTES = 3 << 19
+GROUP_BYTES = 2 << 20
 
 
 class TorchBackend(AttentionBackend):
@@ -73,28 +73,32 @@ class TorchBackend(AttentionBackend):
         # The query heads of one KV head are the rows of a left matrix, so that no key is repeated. In float32 whatever
         # the dtype, as in kernels that keep scores in registers.
         order, inverse, groups = plan
-        q_heads = q[order].float().view(-1, num_heads // num_kv_heads, head_dim)
+        is_float32 = q.dtype is torch.float32
+        q_heads = q.index_select(0, order).float().view(-1, num_heads // num_kv_heads, head_dim)
         out_heads = torch.zeros_like(q_heads)
         k_cells, v_cells = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
         # One place for the gathered keys and then, when they are no longer needed, values of every group.
-        scratch = q.new_empty(max((cells.numel() for _, cells, _ in groups), default=0), head_dim)
-        for heads, cells, bias in groups:
-            gathered = scratch[: cells.numel()]
-            keys = torch.index_select(k_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
-            weights = torch.add(bias, torch.bmm(q_heads[heads], keys.transpose(1, 2)), alpha=scale).softmax(-1)
-            values = torch.index_select(v_cells, 0, cells, out=gathered).view(bias.shape[0], -1, head_dim).float()
-            torch.bmm(weights, values, out=out_heads[heads])
-        return out_heads.view_as(q)[inverse].to(q.dtype)
+        scratch = q.new_empty(max((cells.numel() for _, _, cells, _ in groups), default=0), head_dim)
+        for first, num, cells, bias in groups:
+            gathered = scratch.narrow(0, 0, cells.numel())
+            torch.index_select(k_cells, 0, cells, out=gathered)
+            keys = (gathered if is_float32 else gathered.float()).view(num, -1, head_dim)
+            scores = torch.bmm(q_heads.narrow(0, first, num), keys.transpose(1, 2))
+            weights = torch.add(bias, scores, alpha=scale).softmax(-1)
+            torch.index_select(v_cells, 0, cells, out=gathered)
+            values = (gathered if is_float32 else gathered.float()).view(num, -1, head_dim)
+            torch.bmm(weights, values, out=out_heads.narrow(0, first, num))
+        return out_heads.view(q.shape).index_select(0, inverse).to(q.dtype)
 
     def plan_decode(
         self, context: Context, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[slice, torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int, torch.Tensor, torch.Tensor]]]:
         """Rows by falling length [B], the inverse of that order, and the sequences in groups of similar length.
 
-        A group is (slice of n KV heads, counted through all rows in that order; cells [n * len]; bias [n, 1, len]), len
-        being that of its longest sequence. A cell is a row of a cache viewed as [-1, D]; the bias is 0 for a key and
-        -inf past a sequence's length. There a head reads its first token again, so that nothing else of the cache is
-        touched and no NaN needs to be masked. Sequences of length 0 are in no group.
+        A group is (the first of its KV heads, counted through all rows in that order; their number n; cells [n * len];
+        bias [n, 1, len]), len being that of its longest sequence. A cell is a row of a cache viewed as [-1, D]; the
+        bias is 0 for a key and -inf past a sequence's length. There a head reads its first token again, so that nothing
+        else of the cache is touched and no NaN needs to be masked. Sequences of length 0 are in no group.
         """
         device = context.block_tables.device
         tables, lens = context.block_tables.cpu().numpy(), context.context_lens.cpu().numpy()
@@ -107,14 +111,14 @@ class TorchBackend(AttentionBackend):
             max_len = lens[order[first]]
             size = max(GROUP_BYTES // (max_len * num_kv_heads * head_dim * dtype.itemsize), 1)
             rows = order[first : min(first + size, num_rows)]
-            heads = slice(first * num_kv_heads, (first + len(rows)) * num_kv_heads)
-            first += size
             first_cells = tables[rows].astype(np.int64) * (block_size * num_kv_heads)
             cells = first_cells[:, None, blocks[:max_len]] + inner[:, :max_len]
             is_key = positions[:max_len] < lens[rows, None, None]
             cells = np.where(is_key, cells, cells[:, :, :1]).reshape(-1)
             bias = np.where(is_key, np.float32(0), np.float32("-inf")).repeat(num_kv_heads, axis=0)
-            groups.append((heads, torch.from_numpy(cells).to(device), torch.from_numpy(bias).to(device)))
+            arrays = (torch.from_numpy(array).to(device) for array in (cells, bias))
+            groups.append((first * num_kv_heads, len(rows) * num_kv_heads, *arrays))
+            first += size
         return torch.from_numpy(order).to(device), torch.from_numpy(order.argsort()).to(device), groups
 
 

@@ -82,17 +82,17 @@ class RowTables:
     def decode_inputs_plain(self, rows: torch.Tensor, positions: torch.Tensor, block_size: int) -> DecodeInputs:
         """The plain form, on any device."""
         safe_positions = positions.clamp(min=0)
-        block_tables = self.block_tables[rows]
+        block_tables = self.block_tables.index_select(0, rows)
         blocks = block_tables.gather(1, (safe_positions // block_size).unsqueeze(1)).squeeze(1)
         slots = blocks * block_size + safe_positions % block_size
         return DecodeInputs(
-            input_ids=self.last_tokens[rows],
+            input_ids=self.last_tokens.index_select(0, rows),
             positions=safe_positions,
             slot_mapping=torch.where(positions >= 0, slots, -1).int(),
             context_lens=(positions + 1).int(),
             block_tables=block_tables,
-            temperatures=self.temperatures[rows],
-            seeds=self.seeds[rows],
+            temperatures=self.temperatures.index_select(0, rows),
+            seeds=self.seeds.index_select(0, rows),
         )
 
     def all_greedy(self, rows: list[int]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.backends.base import AttentionBackend
-from nanovllm.layers.layernorm import RMSNorm, rms_normalize
+from nanovllm.layers.layernorm import RMSNorm, unit_rms
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import Context, get_context
 
@@ -97,16 +97,18 @@ class Attention(nn.Module):
             )
             return qkv.view(len(qkv), sum(heads), self.head_dim).split(heads, dim=1)
         # Query and key heads side by side, so that each operation is one for both.
+        heads_qkv = qkv.contiguous().view(-1, sum(heads), self.head_dim)  # of a few rows it may come by columns
         num_rotated = self.num_heads + self.num_kv_heads
-        qkv = qkv.contiguous()  # of a few rows it may come by columns
-        qk, v = qkv.view(len(qkv), sum(heads), self.head_dim).split((num_rotated, self.num_kv_heads), dim=1)
+        qk, v = heads_qkv.narrow(1, 0, num_rotated), heads_qkv.narrow(1, num_rotated, self.num_kv_heads)
         if q_norm:
-            weight = torch.cat((q_norm.weight.expand(self.num_heads, -1), k_norm.weight.expand(self.num_kv_heads, -1)))
-            qk = rms_normalize(qk, weight, q_norm.eps_tensor)
+            qk = unit_rms(qk, q_norm.eps_tensor)
+            qk.narrow(1, 0, self.num_heads).mul_(q_norm.weight)
+            qk.narrow(1, self.num_heads, self.num_kv_heads).mul_(k_norm.weight)
         step = context.plain_step
         if step is None:
             step = context.plain_step = PlainStep.of(positions, rotary_emb, context.slot_mapping)
-        q, k = rotary_emb.rotate(qk, *step.rotation).split(heads[:2], dim=1)
+        qk = rotary_emb.rotate(qk, *step.rotation)
+        q, k = qk.narrow(1, 0, self.num_heads), qk.narrow(1, self.num_heads, self.num_kv_heads)
         if self.k_cache is not None:
             store_kvcache(k, v, self.k_cache, self.v_cache, step)
         return q, k, v

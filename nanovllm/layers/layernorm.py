@@ -35,14 +35,18 @@ class RMSNorm(nn.Module):
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The plain form, on any device."""
-        return rms_normalize(x, self.weight, self.eps_tensor)
+        return unit_rms(x, self.eps_tensor).mul_(self.weight)
 
 
-def rms_normalize(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """x of unit root mean square along its last dimension, times a weight that broadcasts against it."""
-    x32 = x.float()
+def unit_rms(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """x scaled to unit root mean square along its last dimension, in float32; a new tensor of x's dtype.
+
+    In 16 bits transformers rounds here, before it applies the weight, and so do we.
+    """
+    is_float32 = x.dtype is torch.float32  # else casts, which a CPU in a decode step feels even where they do nothing
+    x32 = x if is_float32 else x.float()
     norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
     # eps + norm ** 2 / size: few operations, each of which costs a CPU as much as the arithmetic of a decode step.
     scale = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    # In 16 bits transformers rounds before it applies the weight, and so do we.
-    return (x32 * scale).to(x.dtype).mul_(weight)
+    normed = x32 * scale
+    return normed if is_float32 else normed.to(x.dtype)

@@ -30,11 +30,11 @@ def copy_into(target: torch.Tensor, source: Any, what: str = "weight") -> None:
 
 def few_rows_kernel(x: torch.Tensor, weight: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """The kernel that beats the library's GEMM at so few rows, `kernel(x, weight, bias, gated)`; None on a CPU."""
-    num_rows, num_elements = x.shape[0], weight.numel()
-    if not x.is_cuda or not num_rows:
+    if not x.is_cuda or not x.shape[0]:
         return None
     from nanovllm.kernels import skinny_linear, small_linear
 
+    num_rows, num_elements = x.shape[0], weight.numel()
     if num_rows == 1 or num_rows <= small_linear.MAX_ROWS and num_elements <= small_linear.MAX_ELEMENTS:
         return small_linear.small_linear
     if num_rows <= skinny_linear.MAX_ROWS and num_elements <= skinny_linear.MAX_ELEMENTS and x.element_size() == 2:
@@ -51,7 +51,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     kernel = few_rows_kernel(x, weight)
     if kernel is not None:
         return kernel(x, weight, bias)
-    if not x.is_cuda and x.dtype is torch.float32 and 1 < len(x) <= MAX_COLUMN_ROWS:
+    if not x.is_cuda and x.dtype is torch.float32 and 1 < x.shape[0] <= MAX_COLUMN_ROWS:
         y = torch.mm(weight, x.t()).t()
         return y if bias is None else y.add_(bias)
     return F.linear(x, weight, bias)

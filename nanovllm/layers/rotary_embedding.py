@@ -28,9 +28,12 @@ class RotaryEmbedding(nn.Module):
     @staticmethod
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Each pair turned: (x1, x2) * cos + (x2, x1) * (-sin, sin)."""
-        x32 = x.float()
-        partners = x32.roll(x.shape[-1] // 2, dims=-1)
-        return torch.addcmul(x32 * cos, partners, sin).to(x.dtype)
+        is_float32, half = x.dtype is torch.float32, x.shape[-1] // 2
+        x32 = x if is_float32 else x.float()
+        out = x32 * cos
+        out.narrow(-1, 0, half).addcmul_(x32.narrow(-1, half, half), sin.narrow(-1, 0, half))
+        out.narrow(-1, half, half).addcmul_(x32.narrow(-1, 0, half), sin.narrow(-1, half, half))
+        return out if is_float32 else out.to(x.dtype)
 
 
 def get_rope(head_dim: int, max_position: int, theta: float) -> RotaryEmbedding:
