@@ -1,7 +1,7 @@
 """Launches the kernels of this package, or only has them compiled; every wrapper in it launches through here.
 
-Triton compiles a kernel when it is first launched, and before version 3.7 a launcher in C for it as well. At a cold
-start that would be some thirty compilations of half a second, one after the other; `compile_only` lets the
+Triton compiles a kernel when it is first launched, and version 3.6 a launcher in C for it as well. At a cold start that
+would be some thirty compilations of half a second, one after the other; `compile_only` lets the
 `ModelRunner` go through its steps once without running a kernel, while threads compile all that comes along.
 """
 

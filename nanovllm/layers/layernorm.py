@@ -43,7 +43,7 @@ def unit_rms(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 
     In 16 bits transformers rounds here, before it applies the weight, and so do we.
     """
-    is_float32 = x.dtype is torch.float32  # else casts, which a CPU in a decode step feels even where they do nothing
+    is_float32 = x.dtype is torch.float32  # then without casts: in a decode step a CPU feels those that do nothing
     x32 = x if is_float32 else x.float()
     norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
     # eps + norm ** 2 / size: few operations, each of which costs a CPU as much as the arithmetic of a decode step.
