@@ -282,7 +282,7 @@ def prefill_attention(
         BLOCK_SIZE=block_size,
         PAGED=paged,
         TMA=k_desc is not None,
-        # Measured on one H200: 4 to 12 % faster for large tiles of the cache, no faster for small or packed ones.
+        # Measured on one H200: 3 to 12 % faster for large tiles of the cache, slower for packed ones.
         ONE_LOOP=k_desc is not None and paged and tile_m == 128,
         num_warps=num_warps,
         num_stages=num_stages,
